@@ -1,0 +1,1 @@
+"""Checkpoints on disk: reading, converting and writing weights. Nothing here runs the model."""

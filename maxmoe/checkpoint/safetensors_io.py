@@ -1,0 +1,392 @@
+"""Safetensors on disk: a checked, memory-mapped reader of Hugging Face folders, and a small writer.
+
+A folder holds one `model.safetensors`, or shards and a `model.safetensors.index.json` that says which shard
+holds which tensor. The reader looks at every header before it hands out one value, so that an interrupted
+download is an error at once and not garbage later; it reports all that is wrong in one `CheckpointError`.
+Values stay in the file until they are used.
+"""
+
+import collections
+import contextlib
+import gc
+import json
+import mmap
+import os
+import re
+import secrets
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import numpy as np
+
+from maxmoe.checkpoint.safetensors_header import (
+    DTYPE_NAMES,
+    FLOAT4,
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    SINGLE_FILE,
+    CheckpointError,
+    Problems,
+    Shard,
+    TensorInfo,
+    numpy_dtype,
+    read_index,
+    stored_bytes,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "TensorInfo",
+    "numpy_dtype",
+    "write_checkpoint",
+    "write_safetensors",
+]
+
+# Pages that were read count as resident while their map exists: keep the maps of a few shards only.
+MAX_CACHED_MAPS = 4
+
+_SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+
+def _is_plain_path(name: str) -> bool:
+    """Whether a name from an index stays in the folder, has one spelling and is a safetensors file."""
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and not any(char in name for char in "\\:\0")
+    return inside and str(path) == name and path.suffix == ".safetensors"
+
+
+def _choose_shards(folder: Path, weight_map: dict[str, str] | None, problems: Problems) -> list[Shard]:
+    """The files to read: what the index names, or the single one. Reports absent and left-over files."""
+    counts = collections.Counter([SINGLE_FILE] if weight_map is None else weight_map.values())
+    shards = []
+    for name, count in sorted(counts.items()):
+        if not _is_plain_path(name):
+            problems.add(
+                "index",
+                f"{INDEX_FILE} names {name!r} for {count:,} tensors; allowed: the relative path of a "
+                ".safetensors file inside the folder, without '.', '..', backslash or colon",
+            )
+        elif not os.path.exists(folder / name):
+            problems.add("missing file", f"{name} is not there; {INDEX_FILE} names it for {count:,} tensors")
+        else:
+            shards.append(Shard(folder / name, name))
+    for name in sorted(entry.name for entry in folder.iterdir()):
+        if name not in counts and (name == SINGLE_FILE or _SHARD_NAME.fullmatch(name)):
+            reason = f"there is no {INDEX_FILE}" if weight_map is None else f"{INDEX_FILE} does not name it"
+            problems.add("unexpected file", f"{name} is there, but {reason}")
+    return shards
+
+
+def _check_index(
+    weight_map: dict[str, str],
+    holders: dict[str, str],
+    read: set[str],
+    repeated: set[str],
+    problems: Problems,
+) -> None:
+    """Compares the index with `holders`, which maps a tensor to its file; `read` are the files read."""
+    for name, file in weight_map.items():
+        holder = holders.get(name)
+        if holder == file or name in repeated:
+            continue
+        if holder is not None:
+            problems.add("index mismatch", f"{name!r} is in {holder}; {INDEX_FILE} says {file}")
+        elif file in read:
+            problems.add("index mismatch", f"{name!r} is not in {file}, where {INDEX_FILE} says it is")
+    for name in sorted(holders.keys() - weight_map.keys()):
+        problems.add("index mismatch", f"{name!r} is in {holders[name]}; {INDEX_FILE} does not have it")
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keeps the cycle collector from visiting half a million header entries again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CheckpointReader:
+    """A Hugging Face folder of safetensors, checked when opened, read tensor by tensor.
+
+    Opening reads headers only. A folder with an index must hold just the files that the index names: a
+    left-over `model.safetensors` or `model-N-of-M.safetensors` is refused, files of other names are ignored.
+    `tensors` is in order of file, then of offset. Reading from several threads is safe. Use the reader as a
+    context manager, or `close` it.
+
+    Raises:
+      CheckpointError: Lists everything that is wrong with the folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        problems = Problems()
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        with _collector_paused():
+            tensors = self._scan(problems)
+        problems.raise_if_any(self.folder)
+        self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(tensors)
+        self.total_bytes = sum(info.num_bytes for info in tensors.values())
+        self._maps: collections.OrderedDict[Path, mmap.mmap] | None = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def _scan(self, problems: Problems) -> dict[str, TensorInfo]:
+        if not self.folder.is_dir():
+            what = "is not a folder" if self.folder.exists() else "does not exist"
+            problems.add("folder", f"{self.folder} {what}")
+            return {}
+        weight_map, total_size = None, None
+        if (self.folder / INDEX_FILE).exists():
+            weight_map, total_size = read_index(self.folder / INDEX_FILE, problems)
+        elif not (self.folder / SINGLE_FILE).exists():
+            others = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            found = f"other .safetensors files: {len(others)} {', '.join(others[:3])}".rstrip()
+            problems.add("folder", f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; {found}")
+            return {}
+        if weight_map == {}:  # Nothing to compare the files with; the index's own problem has been noted.
+            return {}
+        return self._scan_shards(weight_map, total_size, problems)
+
+    def _scan_shards(
+        self, weight_map: dict[str, str] | None, total_size: object, problems: Problems
+    ) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        holders: dict[str, str] = {}
+        read, repeated = set(), set()
+        shards = _choose_shards(self.folder, weight_map, problems)
+        for shard in shards:
+            if not shard.scan(problems):
+                continue
+            read.add(shard.label)
+            self._stamps[shard.path] = shard.stamp
+            for name in sorted(shard.tensors.keys() & holders.keys()):
+                repeated.add(name)
+                problems.add("duplicate tensor", f"{name!r} is in {holders[name]} and in {shard.label}")
+            holders.update(dict.fromkeys(shard.tensors, shard.label))
+            tensors.update(shard.tensors)
+            shard.tensors = {}
+        if weight_map is not None:
+            _check_index(weight_map, holders, read, repeated, problems)
+            total_bytes = sum(info.num_bytes for info in tensors.values() if info is not None)
+            complete = len(read) == len(set(weight_map.values())) and None not in tensors.values()
+            if complete and total_size is not None and total_size != total_bytes:
+                problems.add(
+                    "total size",
+                    f"{INDEX_FILE} states total_size {total_size!r}; the tensors have {total_bytes} bytes",
+                )
+        return tensors
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor as a read-only view on the file, valid after `close` as long as it is referenced.
+
+        A tensor whose offset does not suit its dtype is copied. F4 comes packed (`TensorInfo.array_shape`).
+
+        Raises:
+          KeyError: The checkpoint has no such tensor.
+          CheckpointError: The file has changed since it was checked, or a BOOL has bytes other than 0 and 1.
+          ValueError: The reader is closed.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise KeyError(
+                f"no tensor {name!r} in {self.folder}; its {len(self.tensors):,} names are in `tensors`"
+            )
+        dtype = numpy_dtype(info.dtype)
+        if not info.num_bytes:
+            array = np.empty(info.array_shape, dtype)
+        else:
+            raw = np.frombuffer(self._map(info.file), np.uint8, info.num_bytes, info.begin)
+            if info.dtype == "BOOL" and raw.max() > 1:
+                raise CheckpointError(
+                    f"{name!r} in {info.file} is BOOL but has bytes other than 0 and 1; fetch it again"
+                )
+            array = raw.view(dtype).reshape(info.array_shape)
+            if not array.flags.aligned:
+                array = array.copy()
+        array.flags.writeable = False
+        return array
+
+    def _map(self, path: Path) -> mmap.mmap:
+        """Maps a file, or takes one of the few maps kept. A map dropped here lives on while views need it."""
+        with self._lock:
+            if self._maps is None:
+                raise ValueError(f"the reader of {self.folder} is closed; open a new one")
+            if path not in self._maps:
+                self._maps[path] = self._new_map(path)
+                if len(self._maps) > MAX_CACHED_MAPS:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(path)
+            return self._maps[path]
+
+    def _new_map(self, path: Path) -> mmap.mmap:
+        # Before Python 3.13 a map keeps a descriptor of its own, so few maps also means few open files.
+        options = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if (status.st_size, status.st_mtime_ns) != self._stamps[path]:
+                raise CheckpointError(f"{path} has changed since the checkpoint was opened; open it again")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)
+
+    def close(self) -> None:
+        """Lets go of the files. Arrays that were read stay valid."""
+        with self._lock:
+            self._maps = None
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _dtype_and_bytes(name: str, array: np.ndarray) -> tuple[str, int]:
+    """The file's dtype for an array and the bytes that it takes there."""
+    dtype = DTYPE_NAMES.get(array.dtype.newbyteorder("=") if array.dtype.kind in "iufc" else array.dtype)
+    if dtype is None:
+        raise ValueError(
+            f"{name!r} has dtype {array.dtype}, which the format lacks; "
+            f"allowed: {', '.join(map(str, DTYPE_NAMES))}"
+        )
+    try:
+        return dtype, stored_bytes(dtype, array.shape)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from error
+
+
+def _raw_bytes(array: np.ndarray) -> np.ndarray:
+    """An array's bytes in a file: row-major, little-endian, 4-bit floats in pairs, low nibble first."""
+    array = np.asarray(array, order="C")
+    if array.dtype == FLOAT4:
+        codes = array.view(np.uint8) & 0xF
+        return (codes[..., 0::2] | codes[..., 1::2] << 4).reshape(-1)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array.reshape(-1).view(np.uint8)
+
+
+@contextlib.contextmanager
+def _replace_whole(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file that takes the place of `path` when the block ends well, and vanishes otherwise."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)  # The rename itself is on disk only when the folder is.
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_safetensors(
+    path: str | os.PathLike, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes one file: tensors in the order given, the same bytes for the same input; whole or not at all.
+
+    Each tensor is taken from `tensors` twice, for the header and for its bytes, and let go at once: a mapping
+    that makes them on demand needs memory for one. `ml_dtypes.float4_e2m1fn` is packed to F4.
+
+    Raises:
+      ValueError: A dtype that the format lacks, a name that it cannot hold, or a header beyond its limit.
+    """
+    header: dict[str, object] = {}
+    if metadata is not None:
+        if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+            raise ValueError(f"metadata must map strings to strings, got {metadata!r:.80}")
+        header[METADATA_KEY] = dict(metadata)
+    offset = 0
+    for name in tensors:
+        if not isinstance(name, str) or name == METADATA_KEY:
+            raise ValueError(f"a tensor cannot be named {name!r}; allowed: any string but {METADATA_KEY!r}")
+        array = np.asarray(tensors[name])
+        dtype, num_bytes = _dtype_and_bytes(name, array)
+        offsets = [offset, offset + num_bytes]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
+        offset += num_bytes
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(raw):,} bytes; allowed: {MAX_HEADER_BYTES:,}; use several files")
+    with _replace_whole(Path(path)) as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name in tensors:
+            file.write(_raw_bytes(np.asarray(tensors[name])).data)
+        if file.tell() != 8 + len(raw) + offset:
+            raise ValueError(
+                f"tensors changed while {path} was written; pass a mapping that gives the same each time"
+            )
+
+
+def write_checkpoint(
+    folder: str | os.PathLike, tensors: Mapping[str, np.ndarray], max_shard_bytes: int | None = None
+) -> None:
+    """Writes a folder for `CheckpointReader`: one file, or an index and shards of up to `max_shard_bytes`.
+
+    A larger tensor gets a shard of its own. The index is written last, so that a broken write is noticed.
+
+    Raises:
+      ValueError: The folder already holds a checkpoint, or `max_shard_bytes` is not positive.
+    """
+    folder = Path(folder)
+    if max_shard_bytes is not None and max_shard_bytes <= 0:
+        raise ValueError(
+            f"max_shard_bytes is {max_shard_bytes}; allowed: a number of bytes > 0, or None for one file"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    present = sorted(path.name for path in folder.glob("model*.safetensors*"))
+    if present:
+        raise ValueError(
+            f"{folder} already holds {', '.join(present[:5])}; give an empty folder or remove them first"
+        )
+    shards: list[list[str]] = [[]]
+    total_bytes = shard_bytes = 0
+    for name in tensors:
+        _, num_bytes = _dtype_and_bytes(name, np.asarray(tensors[name]))
+        if shards[-1] and max_shard_bytes is not None and shard_bytes + num_bytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += num_bytes
+        total_bytes += num_bytes
+    metadata = {"format": "pt"}  # Some loaders of the format refuse files without it.
+    if len(shards) == 1:
+        write_safetensors(folder / SINGLE_FILE, tensors, metadata)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
+        write_safetensors(folder / file_name, _Subset(tensors, names), metadata)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    with _replace_whole(folder / INDEX_FILE) as file:
+        file.write(json.dumps(index, indent=2).encode("utf-8"))
+
+
+class _Subset(Mapping[str, np.ndarray]):
+    """Some of a mapping's tensors, taken from it when asked for."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], names: list[str]):
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
