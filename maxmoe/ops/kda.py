@@ -12,6 +12,18 @@ from jaxtyping import Array, Float
 _BASE = 4  # rows whose decays are formed pair by pair; wider blocks are split at a border between the tokens
 
 
+def bounded_gate(
+    z: Float[Array, "B T H K"], a_log: Float[Array, "H"], lower_bound: float
+) -> Float[Array, "B T H K"]:
+    """Log decay lower_bound * sigmoid(exp(a_log) z) per head, in (lower_bound, 0). Not a clamp of `softplus_gate`."""
+    return lower_bound * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * z.astype(jnp.float32))
+
+
+def softplus_gate(z: Float[Array, "B T H K"], a_log: Float[Array, "H"]) -> Float[Array, "B T H K"]:
+    """Log decay -exp(a_log) softplus(z) per head, without a bound: the form of Kimi-Linear."""
+    return -jnp.exp(a_log)[:, None] * jax.nn.softplus(z.astype(jnp.float32))
+
+
 def kda_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
@@ -92,7 +104,7 @@ def kda_chunked(
         q, k, v, g, beta = chunk
         a_qk, a_kk, before, after = _decayed_products(q, k, g)
         inverse = _invert_unit_lower(beta[..., None] * jnp.tril(a_kk, -1))
-        delta = inverse @ (beta[..., None] * (v - (k * jnp.exp(before)) @ state)) 
+        delta = inverse @ (beta[..., None] * (v - (k * jnp.exp(before)) @ state))
         out = (q * jnp.exp(before)) @ state + a_qk @ delta
         state = jnp.exp(before[..., -1, :, None]) * state + jnp.swapaxes(k * jnp.exp(after), -1, -2) @ delta
         return state, out

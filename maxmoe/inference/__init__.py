@@ -1,0 +1,1 @@
+"""Compiled steps, sampling and generation: token ids in, token ids out."""

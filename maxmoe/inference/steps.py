@@ -1,0 +1,101 @@
+"""The compiled steps of inference: whole sequences, a chunk of prompt, one token.
+
+Each is compiled once per model and shape. `decode_step` leaves its argument usable, so that a cache can be
+kept and continued twice; `decode_step_in_place` gives the cache's memory to the result.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from maxmoe.model.cache import Cache, make_cache
+from maxmoe.model.transformer import Transformer
+
+
+def init_cache(model: Transformer, batch: int, max_len: int, dtype: jnp.dtype = jnp.float32) -> Cache:
+    """An empty cache for `batch` sequences of at most `max_len` tokens, prompt and answer together.
+
+    Args:
+      dtype: Of what is kept per token. float32 holds the rows of any model exactly; bfloat16 halves them, and
+        is exact for a model whose weights were loaded in bfloat16.
+    """
+    return make_cache(model.config, batch, max_len, jnp.dtype(dtype))
+
+
+def forward(model: Transformer, params: dict, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Float32 logits after every token of whole sequences, without a cache."""
+    ids = _check_ids(ids, 2, "ids")
+    return _forward(model, params, ids)
+
+
+def prefill(
+    model: Transformer,
+    params: dict,
+    ids: Int[Array, "B T"],
+    cache: Cache,
+    lengths: Int[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Appends tokens to every row of a cache.
+
+    Args:
+      ids: A chunk per row, padded at the end where rows are unequal; what the padding holds does not matter.
+      lengths: Real tokens of each row's chunk, 0..T; T for all where None. A row of length 0 is left as it
+        is, and its logits mean nothing.
+    Returns: Logits after each row's last real token, and the new cache. `cache` itself stays valid.
+    Raises: ValueError if a row would outgrow the cache, before anything is computed.
+    """
+    ids = _check_ids(ids, 2, "ids")
+    batch, num_tokens = ids.shape
+    lengths = np.full(batch, num_tokens, np.int32) if lengths is None else np.asarray(lengths, np.int32)
+    if batch != cache.batch_size or lengths.shape != (batch,):
+        raise ValueError(
+            f"prefill: ids has {batch} rows, lengths {lengths.shape}, the cache {cache.batch_size}; they must agree"
+        )
+    if num_tokens == 0 or lengths.min() < 0 or lengths.max() > num_tokens:
+        raise ValueError(f"prefill: lengths={lengths.tolist()} must lie in 0..{num_tokens}, the width of ids, >= 1")
+    used = np.asarray(cache.lengths)
+    if cache.max_len is not None and (used + lengths).max() > cache.max_len:
+        raise ValueError(
+            f"prefill: rows hold {used.tolist()} tokens and {lengths.tolist()} more do not fit into "
+            f"max_len={cache.max_len}; make the cache larger or the prompt shorter"
+        )
+    return _prefill(model, params, ids, cache, jnp.asarray(lengths))
+
+
+def decode_step(
+    model: Transformer, params: dict, token: Int[Array, "B"], cache: Cache
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Appends one token to every row. Returns logits after it, and the new cache; `cache` stays valid.
+
+    A row whose cache was already full gets NaN logits, for its token could not be kept.
+    """
+    return _decode(model, params, _check_ids(token, 1, "token"), cache)
+
+
+def _check_ids(ids, rank, name):
+    ids = jnp.asarray(ids)
+    if ids.ndim != rank or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers of rank {rank}; got {ids.dtype} of shape {ids.shape}")
+    return ids.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model, params, ids):
+    return model.apply({"params": params}, ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(model, params, ids, cache, lengths):
+    return model.apply({"params": params}, ids, cache, lengths, method="prefill")
+
+
+def _decode_body(model, params, token, cache):
+    return model.apply({"params": params}, token, cache, method="decode")
+
+
+_decode = functools.partial(jax.jit, static_argnums=0)(_decode_body)
+decode_step_in_place = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_decode_body)
+prefill_in_place = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)

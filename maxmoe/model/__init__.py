@@ -1,0 +1,1 @@
+"""Flax linen modules: they own the weights and wire the ops."""

@@ -1,0 +1,155 @@
+"""One layer with its block attention residuals, and the superblock that a stack scans."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxmoe import axes
+from maxmoe.config import ModelConfig
+from maxmoe.model.cache import KDACache, MLACache, Spans
+from maxmoe.model.kda_layer import KDALayer
+from maxmoe.model.mla_layer import MLALayer
+from maxmoe.model.moe_layer import DenseFFN, LatentMoE, StackedExperts
+from maxmoe.model.stacks import FFN, LayerKind, Mixer, StackPlan
+from maxmoe.ops.attn_res import mix
+from maxmoe.ops.norm import rms_norm
+from maxmoe.params import declare, normal, ones
+
+
+class Layer(nn.Module):
+    """Mixer and FFN, each fed by a mixture of the bank and the running sum."""
+
+    config: ModelConfig
+    kind: LayerKind
+    may_restart: bool  # whether a residual block can begin at this place of its stack
+
+    def setup(self):
+        c, d, bf16, vector = self.config, (self.config.model_dim,), jnp.bfloat16, (axes.NORM,)
+        self.mixer_norm = declare(self, "mixer_norm", d, bf16, vector, ones)
+        self.mixer_res_norm = declare(self, "mixer_res_norm", d, bf16, vector, ones)
+        self.mixer_res_proj = declare(self, "mixer_res_proj", d, bf16, vector, normal)
+        self.ffn_norm = declare(self, "ffn_norm", d, bf16, vector, ones)
+        self.ffn_res_norm = declare(self, "ffn_res_norm", d, bf16, vector, ones)
+        self.ffn_res_proj = declare(self, "ffn_res_proj", d, bf16, vector, normal)
+        if self.kind.mixer is Mixer.KDA:
+            self.mixer = KDALayer(c.kda, c.model_dim, c.norm_eps)
+        else:
+            self.mixer = MLALayer(c.mla, c.indexer, c.model_dim)
+        if self.kind.ffn is FFN.DENSE:
+            self.ffn = DenseFFN(c.situ, c.model_dim, c.dense_dim)
+        else:
+            self.ffn = LatentMoE(c.moe, c.situ, c.model_dim, c.norm_eps)
+
+    def prefill(self, *args):
+        """A chunk of tokens through the layer; see `_wire`."""
+        return self._wire(self.mixer.prefill, *args)
+
+    def decode(self, *args):
+        """One token through the layer; see `_wire`."""
+        return self._wire(self.mixer.decode, *args)
+
+    def _wire(self, mixer, current, bank, cache, experts, depth, superblock, spans):
+        """`depth` is the layer's 0-based number; every block_size-th layer banks the sum and restarts it."""
+        eps, block_size = self.config.norm_eps, self.config.attn_res_block_size
+        mixed = mix(current, bank, -(-depth // block_size), self.mixer_res_norm, self.mixer_res_proj, eps)
+        restart = depth % block_size == 0
+        if self.may_restart:
+            slot = depth // block_size
+            bank = bank.at[slot].set(jnp.where(restart, current, bank[slot]))
+        out, cache = mixer(rms_norm(mixed, self.mixer_norm, eps), cache, superblock, spans)
+        self.sow("intermediates", "mixer_out", out)
+        current = jnp.where(restart, out, current + out) if self.may_restart else current + out
+        mixed = mix(current, bank, depth // block_size + 1, self.ffn_res_norm, self.ffn_res_proj, eps)
+        mixed = rms_norm(mixed, self.ffn_norm, eps)
+        if self.kind.ffn is FFN.DENSE:
+            current = current + self.ffn(mixed)
+        else:
+            current = current + self.ffn(mixed, spans.real(current.shape[1]), experts, superblock)
+        self.sow("intermediates", "residual_sum", current)
+        return current, bank, cache
+
+
+class Superblock(nn.Module):
+    """The layers of one superblock. The carry holds running sum, bank and the whole stack's cache."""
+
+    config: ModelConfig
+    plan: StackPlan
+
+    def setup(self):
+        first, size, count = self.plan.first, self.plan.size, self.plan.count
+        block_size = self.config.attn_res_block_size
+        self.layers = [
+            Layer(self.config, kind, any((first + i * size + place) % block_size == 0 for i in range(count)))
+            for place, kind in enumerate(self.plan.layers)
+        ]
+
+    def prefill(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
+        """A chunk of tokens through superblock number `superblock` of the stack."""
+        return self._chain([layer.prefill for layer in self.layers], carry, superblock, spans, experts)
+
+    def decode(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
+        """One token through superblock number `superblock` of the stack."""
+        return self._chain([layer.decode for layer in self.layers], carry, superblock, spans, experts)
+
+    def _chain(self, layers, carry, superblock, spans, experts):
+        current, bank, caches = carry
+        caches = list(caches)
+        for place, layer in enumerate(layers):
+            depth = self.plan.first + superblock * self.plan.size + place
+            with jax.named_scope(f"layer_{place}"):
+                current, bank, caches[place] = layer(
+                    current, bank, caches[place], experts[place], depth, superblock, spans
+                )
+        return (current, bank, tuple(caches)), None
+
+
+class Stack(nn.Module):
+    """Equal superblocks in a row: scanned over stacked weights, or unrolled with weights of their own."""
+
+    config: ModelConfig
+    plan: StackPlan
+    scan: bool
+
+    def setup(self):
+        kinds = self.plan.layers
+        self.experts = [
+            StackedExperts(self.config.moe, self.plan.count) if kind.ffn is FFN.MOE else None
+            for kind in kinds
+        ]
+        if not self.scan:
+            self.superblocks = [Superblock(self.config, self.plan) for _ in range(self.plan.count)]
+            return
+        stack = nn.scan(
+            Superblock,
+            variable_axes={"params": 0, "intermediates": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=self.plan.count,
+            metadata_params={nn.PARTITION_NAME: axes.LAYERS},
+            methods=["prefill", "decode"],
+        )
+        self.scanned = stack(self.config, self.plan)
+
+    def prefill(
+        self,
+        current: Float[Array, "B T D"],
+        bank: Float[Array, "A B T D"],
+        caches: tuple[KDACache | MLACache, ...],
+        spans: Spans,
+    ):
+        """A chunk of tokens through every superblock. Returns running sum, bank and caches."""
+        return self._run("prefill", (current, bank, caches), spans)
+
+    def decode(self, current, bank, caches, spans: Spans):
+        """One token through every superblock. Returns running sum, bank and caches."""
+        return self._run("decode", (current, bank, caches), spans)
+
+    def _run(self, method, carry, spans):
+        experts = tuple(stacked() if stacked is not None else None for stacked in self.experts)
+        if self.scan:
+            carry, _ = getattr(self.scanned, method)(carry, jnp.arange(self.plan.count), spans, experts)
+        else:
+            for i, superblock in enumerate(self.superblocks):
+                carry, _ = getattr(superblock, method)(carry, i, spans, experts)
+        return carry

@@ -1,0 +1,110 @@
+"""The FFNs: a dense SiTU-GLU, and LatentMoE, whose routed experts work on a narrow projection."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxmoe import axes
+from maxmoe.config import MXFP4_GROUP, MoEConfig, SituConfig
+from maxmoe.ops.experts import ExpertWeights, routed_experts
+from maxmoe.ops.linear import linear
+from maxmoe.ops.norm import rms_norm
+from maxmoe.ops.router import route
+from maxmoe.ops.situ import situ_glu
+from maxmoe.params import declare, mxfp4_codes, mxfp4_scales, normal, ones, zeros
+
+
+class DenseFFN(nn.Module):
+    """SiTU-GLU: down(situ(gate(x), up(x)))."""
+
+    situ: SituConfig
+    model_dim: int
+    hidden_dim: int
+
+    def setup(self):
+        d, f, bf16 = self.model_dim, self.hidden_dim, jnp.bfloat16
+        self.gate = declare(self, "gate", (f, d), bf16, (axes.MLP, axes.EMBED), normal)
+        self.up = declare(self, "up", (f, d), bf16, (axes.MLP, axes.EMBED), normal)
+        self.down = declare(self, "down", (d, f), bf16, (axes.EMBED, axes.MLP), normal)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Applies the FFN to every token; `real` is not needed, for no token sees another."""
+        hidden = situ_glu(
+            linear(x, self.gate), linear(x, self.up), self.situ.gate_beta, self.situ.linear_beta
+        )
+        return linear(hidden, self.down)
+
+
+class StackedExperts(nn.Module):
+    """The routed experts of the `count` layers that share a place in a stack.
+
+    They stand outside the scan over superblocks: a scan would slice out all experts of a layer to use a few.
+    """
+
+    config: MoEConfig
+    count: int
+
+    def setup(self):
+        c = self.config
+        into = (axes.LAYERS, axes.EXPERT, axes.EXPERT_MLP, axes.EXPERT_EMBED)
+        out_of = (axes.LAYERS, axes.EXPERT, axes.EXPERT_EMBED, axes.EXPERT_MLP)
+        self.weights = ExpertWeights(
+            *self._mxfp4("gate", c.expert_dim, c.latent_dim, into),
+            *self._mxfp4("up", c.expert_dim, c.latent_dim, into),
+            *self._mxfp4("down", c.latent_dim, c.expert_dim, out_of),
+        )
+
+    def _mxfp4(self, name, out_dim, in_dim, names):
+        lead, u8 = (self.count, self.config.num_experts, out_dim), jnp.uint8
+        packed = declare(self, f"{name}_packed", (*lead, in_dim // 2), u8, names, mxfp4_codes)
+        return packed, declare(self, f"{name}_scale", (*lead, in_dim // MXFP4_GROUP), u8, names, mxfp4_scales)
+
+    def __call__(self) -> ExpertWeights:
+        """The weights of all layers."""
+        return self.weights
+
+
+class LatentMoE(nn.Module):
+    """Routed experts on a latent of the token, plus shared experts on the token itself."""
+
+    config: MoEConfig
+    situ: SituConfig
+    model_dim: int
+    norm_eps: float
+
+    def setup(self):
+        c, d, bf16 = self.config, self.model_dim, jnp.bfloat16
+        self.router = declare(self, "router", (c.num_experts, d), bf16, (axes.EXPERT, axes.EMBED), normal)
+        self.router_bias = declare(self, "router_bias", (c.num_experts,), jnp.float32, (axes.EXPERT,), zeros)
+        self.down_proj = declare(
+            self, "down_proj", (c.latent_dim, d), bf16, (axes.EXPERT_EMBED, axes.EMBED), normal
+        )
+        self.norm = declare(self, "norm", (c.latent_dim,), bf16, (axes.NORM,), ones)
+        self.up_proj = declare(
+            self, "up_proj", (d, c.latent_dim), bf16, (axes.EMBED, axes.EXPERT_EMBED), normal
+        )
+        self.shared = DenseFFN(self.situ, d, c.shared_dim)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: ExpertWeights, layer: int | Array
+    ) -> Float[Array, "B T D"]:
+        """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed."""
+        c = self.config
+        tokens = x.reshape(-1, x.shape[-1])
+        with jax.named_scope("router"):
+            ids, weights = route(tokens, self.router, self.router_bias, c.top_k, c.routed_scaling_factor)
+        self.sow("intermediates", "experts", ids)
+        ids = jnp.where(real.reshape(-1, 1), ids, c.num_experts)
+        activation = functools.partial(
+            situ_glu, gate_beta=self.situ.gate_beta, linear_beta=self.situ.linear_beta
+        )
+        with jax.named_scope("experts"):
+            latent = linear(tokens, self.down_proj)
+            routed = routed_experts(latent, ids, weights, experts, layer, activation)
+        routed = linear(rms_norm(routed, self.norm, self.norm_eps), self.up_proj)
+        return routed.reshape(x.shape) + self.shared(x)

@@ -1,0 +1,88 @@
+"""The text model: embedding, stacks of superblocks, final residual mixture, head."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxmoe import axes
+from maxmoe.config import ModelConfig
+from maxmoe.model.block import Stack
+from maxmoe.model.cache import Cache, Spans, make_cache
+from maxmoe.model.stacks import plan_stacks
+from maxmoe.ops.attn_res import mix
+from maxmoe.ops.linear import linear
+from maxmoe.ops.norm import rms_norm
+from maxmoe.params import declare, normal, ones
+
+
+MAX_UNROLLED_LAYERS = 16
+
+
+class Transformer(nn.Module):
+    """A model of the family. Weights live in a separate tree: `model.apply({"params": params}, ...)`.
+
+    Activations have the dtype of the embedding table, so that the dtype given when loading decides it.
+
+    `scan_layers` stacks the weights of equal superblocks and scans them: program size and compile time do not
+    grow with depth, but a backend that cannot multiply by a slice in place, such as the CPU, copies each layer's
+    weights before use. None unrolls models of up to 16 layers and scans deeper ones.
+    """
+
+    config: ModelConfig
+    scan_layers: bool | None = None
+
+    def setup(self):
+        c, d, bf16, vector = self.config, (self.config.model_dim,), jnp.bfloat16, (axes.NORM,)
+        table = (c.vocab_size, c.model_dim)
+        self.embedding = declare(self, "embedding", table, bf16, (axes.VOCAB, axes.EMBED), normal)
+        self.final_res_norm = declare(self, "final_res_norm", d, bf16, vector, ones)
+        self.final_res_proj = declare(self, "final_res_proj", d, bf16, vector, normal)
+        self.final_norm = declare(self, "final_norm", d, bf16, vector, ones)
+        self.lm_head = declare(self, "lm_head", table, bf16, (axes.VOCAB, axes.EMBED), normal)
+        scan = c.num_layers > MAX_UNROLLED_LAYERS if self.scan_layers is None else self.scan_layers
+        self.stacks = [Stack(c, plan, scan) for plan in plan_stacks(c)]
+
+    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Logits after every token, in float32: a prefill of whole sequences whose cache is thrown away."""
+        batch, num_tokens = ids.shape
+        cache = make_cache(self.config, batch, num_tokens, self.embedding.dtype)
+        spans = Spans(start=cache.lengths, lengths=jnp.full(batch, num_tokens, jnp.int32))
+        hidden, _ = self._run("prefill", ids, cache, spans)
+        return self._logits(hidden)
+
+    def prefill(
+        self, ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        """Appends `lengths[b]` tokens to each row. Returns logits after each row's last one, and the cache."""
+        hidden, cache = self._run("prefill", ids, cache, Spans(start=cache.lengths, lengths=lengths))
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        return self._logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0]), cache
+
+    def decode(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+        """Appends one token to each row. Returns the logits after it, and the cache.
+
+        A row whose cache was already full gets NaN logits: its token could not be kept.
+        """
+        spans = Spans(start=cache.lengths, lengths=jnp.ones_like(cache.lengths))
+        max_len = cache.max_len
+        hidden, cache = self._run("decode", token[:, None], cache, spans)
+        logits = self._logits(hidden[:, 0])
+        if max_len is not None:
+            logits = jnp.where((spans.start < max_len)[:, None], logits, jnp.nan)
+        return logits, cache
+
+    def _run(self, method, ids, cache, spans):
+        c = self.config
+        current = self.embedding[ids]
+        bank = jnp.zeros((c.num_attn_res_blocks, *current.shape), current.dtype)
+        new_stacks = []
+        for stack, caches in zip(self.stacks, cache.stacks, strict=True):
+            current, bank, caches = getattr(stack, method)(current, bank, caches, spans)
+            new_stacks.append(caches)
+        entries = c.num_attn_res_blocks
+        current = mix(current, bank, entries, self.final_res_norm, self.final_res_proj, c.norm_eps)
+        cache = Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks))
+        return rms_norm(current, self.final_norm, c.norm_eps), cache
+
+    def _logits(self, hidden):
+        return linear(hidden, self.lm_head).astype(jnp.float32)

@@ -1,0 +1,133 @@
+"""MXFP4: 4-bit floats (E2M1) in groups of 32 that share a power-of-two scale (E8M0).
+
+A byte holds two neighbours of a row, the earlier in the low nibble. A code is a sign bit above an index
+into {0, 0.5, 1, 1.5, 2, 3, 4, 6}; a scale byte s stands for 2^(s - 127), and 255 for NaN.
+All arithmetic is on integer bit patterns, so that float32 subnormals survive on platforms that flush them.
+Source: OCP Microscaling Formats 1.0; the pair order is that of the published checkpoint.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+GROUP = 32
+_MANTISSA = 23  # bits of a float32 mantissa
+_EXPONENT_ONES = 0xFF << _MANTISSA
+_NAN = 0x7FC00000
+
+
+def dequantize(
+    packed: UInt8[Array, "*b I/2"], scale: UInt8[Array, "*b I/32"], dtype: jnp.dtype = jnp.float32
+) -> Float[Array, "*b I"]:
+    """value * 2^(scale - 127), exact in float32; a product beyond its range is infinite, scale byte 255 gives NaN.
+
+    Args:
+      dtype: What the exact value is rounded to; bfloat16 holds every value that is normal there.
+    """
+    return jnp.stack(_dequantize_halves(packed, scale, dtype), axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def matmul(
+    x: Float[Array, "*b N I"], packed: UInt8[Array, "*b O I/2"], scale: UInt8[Array, "*b O I/32"]
+) -> Float[Array, "*b N O"]:
+    """x dequantize(packed, scale)^T in x's dtype, accumulated in float32.
+
+    Even columns stand before odd ones in both operands, so that no nibbles need interleaving.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    operands = [(x[..., 0::2], x[..., 1::2]), _dequantize_halves(packed, scale, x.dtype)]
+    if x.shape[-2] > 1:  # one long product is faster than two short ones; for a vector, joining costs more
+        operands = [(jnp.concatenate(halves, axis=-1),) for halves in operands]
+    products = (
+        jnp.einsum("...ni,...oi->...no", *pair, precision=precision, preferred_element_type=jnp.float32)
+        for pair in zip(*operands, strict=True)
+    )
+    return sum(products).astype(x.dtype)
+
+
+def _dequantize_halves(packed, scale, dtype):
+    """The weights of even and of odd columns, [..., I/2] each."""
+    byte = packed.astype(jnp.int32)
+    exponent = jnp.repeat(scale.astype(jnp.int32), GROUP // 2, axis=-1)
+
+    def halves(decode):
+        def run(byte, exponent):
+            pair = (decode(byte & 15, exponent), decode(byte >> 4, exponent))
+            return tuple(jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype) for bits in pair)
+
+        return run
+
+    usual = jnp.all((scale >= 2) & (scale <= 252))
+    return jax.lax.cond(usual, halves(_decode_usual), halves(_decode_any), byte, exponent)
+
+
+def _decode_usual(code, exponent):
+    """Float32 bits of codes whose result is neither subnormal nor out of range: scale bytes 2 to 252."""
+    # A magnitude index of 2 or more is itself a float of 2 exponent and 1 mantissa bits, biased by 1; 1 is 2^-1.
+    magnitude = code & 7
+    bits = ((exponent - 1) << _MANTISSA) + jnp.where(magnitude > 1, magnitude << (_MANTISSA - 1), 0)
+    return jnp.where(magnitude == 0, 0, bits) | ((code & 8) << 28)
+
+
+def _decode_any(code, exponent):
+    """Float32 bits of codes under any scale byte."""
+    magnitude, sign = code & 7, (code & 8) << 28
+    bits = _decode_usual(code, exponent) & ~sign
+    subnormal = (exponent == 0) & (magnitude < 4) | (exponent == 1) & (magnitude < 2)
+    bits = jnp.where(subnormal, magnitude << (_MANTISSA - 2 + exponent), bits)
+    too_large = (exponent + jnp.maximum(magnitude >> 1, 1) - 1 > 254) & (magnitude > 0)
+    bits = jnp.where(too_large, _EXPONENT_ONES, bits) | sign
+    return jnp.where(exponent == 255, _NAN, bits)
+
+
+def quantize(x: Float[Array, "*b I"]) -> tuple[UInt8[Array, "*b I/2"], UInt8[Array, "*b I/32"]]:
+    """Rounds each group of 32 along the last axis to MXFP4.
+
+    The scale is 2^(floor(log2(max|x|)) - 2), the floor rule of the OCP specification, so that values above
+    6 times the scale saturate to 6; elements round to nearest, ties to even. Data on the MXFP4 grid whose
+    group reaches code 4 or 6 comes back bit for bit. A group of zeros gets scale byte 0, and a group that
+    holds an infinity or NaN scale byte 255.
+
+    Raises: ValueError if the last axis is not a multiple of 32.
+    """
+    if x.shape[-1] % GROUP:
+        raise ValueError(f"last axis is {x.shape[-1]}: MXFP4 needs a multiple of {GROUP}; pad the weight")
+    magnitude = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    largest = jnp.max(magnitude.reshape(*x.shape[:-1], -1, GROUP), axis=-1)
+    scale = jnp.maximum((largest >> _MANTISSA) - 2, 0)  # biased exponents subtract
+    scale = jnp.where(largest < _EXPONENT_ONES, scale, 255).astype(jnp.uint8)
+    return encode(x, scale), scale
+
+
+def encode(x: Float[Array, "*b I"], scale: UInt8[Array, "*b I/32"]) -> UInt8[Array, "*b I/2"]:
+    """Rounds x to codes under given scales: to nearest, ties to even, saturating at 6 times the scale.
+
+    Under scale byte 255 every code is 0.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    scale = jnp.repeat(scale.astype(jnp.int32), GROUP, axis=-1)
+    # |x| / 2^(scale - 127) in units of 2^-26. A negative shift means below 1/4, which rounds to 0; above 5 a
+    # normal value exceeds 6 (a subnormal one cannot reach it: its shift is at most 4).
+    exponent = (bits >> _MANTISSA) & 0xFF
+    significand = (bits & ((1 << _MANTISSA) - 1)) | jnp.where(exponent > 0, 1 << _MANTISSA, 0)
+    shift = jnp.maximum(exponent, 1) - scale + 3
+    fixed = jnp.where(shift >= 0, significand << jnp.clip(shift, 0, 5), 0)
+    fixed = jnp.where(shift > 5, 6 * 2**26, fixed)
+    code = sum(jnp.where(up, fixed >= edge, fixed > edge).astype(jnp.int32) for edge, up in _EDGES)
+    code = jnp.where(scale < 255, code | ((bits >> 28) & 8), 0).reshape(*x.shape[:-1], -1, 2)
+    return (code[..., 0] | code[..., 1] << 4).astype(jnp.uint8)
+
+
+# Midpoints between neighbouring magnitudes in units of 2^-26, and whether a value on one rounds up, to an even code.
+_EDGES = tuple(
+    (round(edge * 2**26), up)
+    for edge, up in (
+        (0.25, False),
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    )
+)
