@@ -1,0 +1,290 @@
+"""Answers prompts in static batches: token ids in, token ids out.
+
+A batch is prefilled in chunks and then decoded one token at a time for all rows, until every row has ended. All
+shapes come from short lists (`Engine.batch_sizes`, `cache_lens`, `prefill_widths`), so that compilations are
+bounded, and decoding compiles nothing after its first step.
+"""
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from maxmoe.inference.sampling import (
+    INVALID_TOKEN,
+    RowSettings,
+    SamplingParams,
+    fresh_seed,
+    row_keys,
+    sample,
+    seed_words,
+    stack_settings,
+)
+from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place
+from maxmoe.model.cache import Cache
+from maxmoe.model.transformer import Transformer
+
+PREFILL_CHUNK = 512  # tokens of a prompt that are prefilled at a time
+MIN_PREFILL_WIDTH = 16  # tokens; shorter chunks are padded to it
+MIN_CACHE_LEN = 256  # tokens
+
+FinishReason = Literal["stop", "length"]
+
+
+class Step(NamedTuple):
+    """One generated token. Only the last of an answer has a finish reason; with "stop" it is the stop id itself."""
+
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+      ids: Generated tokens, without the stop id that ended them.
+      logprobs: Of `ids`, in nats, under the distribution they were drawn from before its filters; see `sample`.
+      finish_reason: "stop" for a stop id, "length" for max_tokens.
+      stop_id, stop_logprob: The stop id and its log-probability; None with "length".
+      num_prompt_tokens: Length of the prompt.
+      seed: With this seed in its SamplingParams, the request gives the same answer again.
+      first_token_s: Seconds from the call to the first token, waiting and compiling included.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    stop_id: int | None
+    stop_logprob: float | None
+    num_prompt_tokens: int
+    seed: int
+    first_token_s: float
+
+
+@dataclasses.dataclass
+class _Answer:
+    """A prompt on its way: what was asked, and what has come so far, the stop id included."""
+
+    row: int  # among the prompts of the call
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    began: float
+    first_token_s: float | None = None
+    steps: list[Step] = dataclasses.field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.steps) and self.steps[-1].finish_reason is not None
+
+    def take(self, token_id: int, logprob: float) -> Step:
+        if token_id == INVALID_TOKEN:
+            raise FloatingPointError(
+                f"prompt {self.row}: the logits for position {self.prompt.size + len(self.steps)} hold a NaN or "
+                "nothing but -inf. The weights, or the numbers computed from them, are broken"
+            )
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.began
+        reason = None
+        if token_id in self.stop_ids:
+            reason = "stop"
+        elif len(self.steps) + 1 == self.params.max_tokens:
+            reason = "length"
+        self.steps.append(Step(token_id, logprob, reason))
+        return self.steps[-1]
+
+    def completion(self) -> Completion:
+        last = self.steps[-1]
+        stopped = last.finish_reason == "stop"
+        kept = self.steps[:-1] if stopped else self.steps
+        return Completion(
+            ids=[step.token_id for step in kept],
+            logprobs=[step.logprob for step in kept],
+            finish_reason=last.finish_reason,
+            stop_id=last.token_id if stopped else None,
+            stop_logprob=last.logprob if stopped else None,
+            num_prompt_tokens=self.prompt.size,
+            seed=self.seed,
+            first_token_s=self.first_token_s,
+        )
+
+
+class Engine:
+    """Generates with one model.
+
+    What a row says does not depend on the other rows of its batch: padding reaches no state, and noise comes from
+    the row's own seed. Sums may be rounded differently for another batch size, which can only tip a tie.
+
+    Attributes:
+      max_len: Tokens that a prompt and its answer may have together, at most the model's trained context.
+      batch_sizes: Rows that a batch is padded to.
+      cache_lens: Tokens per row that a batch's cache may have room for; the smallest that suffices is taken.
+      prefill_widths: Tokens per row that a chunk is padded to; the last one is the longest chunk.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        params: dict[str, Any],
+        mesh: jax.sharding.Mesh | None = None,
+        max_batch: int = 8,
+        max_len: int = 32_768,
+        cache_dtype: Any = None,
+        *,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ):
+        """Compiles nothing yet, and allocates nothing.
+
+        Args:
+          mesh: Not supported yet; must be None.
+          max_batch: Prompts that are answered together; more are answered in several batches.
+          max_len: In tokens; the model's trained context where that is shorter.
+          cache_dtype: Of what is kept per token; None takes that of the embedding, in which activations are.
+          prefill_chunk: In tokens. A smaller chunk needs less memory, a larger one takes fewer steps.
+        """
+        if mesh is not None:
+            raise NotImplementedError(
+                "Engine: generating on a mesh of devices is not supported yet; pass mesh=None for one device"
+            )
+        for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"Engine: {name}={value} must be at least 1")
+        self.model, self.params = model, params
+        self.max_batch, self.max_len = max_batch, min(max_len, model.config.max_len)
+        self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
+        self.batch_sizes = _doubling(1, max_batch)
+        self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)
+        self.prefill_widths = _doubling(MIN_PREFILL_WIDTH, prefill_chunk)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Answers prompts, in their order.
+
+        Args:
+          prompts: Token ids. More than `max_batch` prompts are answered batch after batch, in the order given.
+          params: For all prompts, or one per prompt.
+        Raises:
+          ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
+            before anything runs.
+          FloatingPointError: Logits without a distribution; names the prompt and the position.
+        """
+        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(every)} SamplingParams: give one each, or one for all"
+            )
+        answers = [self._start(row, prompt, every[row]) for row, prompt in enumerate(prompts)]
+        for first in range(0, len(answers), self.max_batch):
+            for _ in self._run(answers[first : first + self.max_batch]):
+                pass
+        return [answer.completion() for answer in answers]
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Step]:
+        """Answers one prompt token by token; raises what `generate` does, ValueErrors at once.
+
+        The last step carries the finish reason. If that is "stop", its token is the stop id, not part of the text.
+        """
+        answer = self._start(0, prompt, params)
+        return (steps[0] for steps in self._run([answer]))
+
+    def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> _Answer:
+        config = self.model.config
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and ids.size == 0:
+            raise ValueError(f"prompt {row} is empty: give at least one token, such as bos_id={config.bos_id}")
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt {row} must be a sequence of token ids; got {prompt!r:.80}")
+        given = np.append(ids, np.array(params.stop_ids, np.int64))
+        wrong = given[(given < 0) | (given >= config.vocab_size)]
+        if wrong.size:
+            raise ValueError(
+                f"prompt {row}: token or stop id {wrong[0]} is outside the vocabulary: ids run from 0 to "
+                f"{config.vocab_size - 1}"
+            )
+        if ids.size + params.max_tokens > self.max_len:
+            raise ValueError(
+                f"prompt {row} has {ids.size} tokens, and max_tokens={params.max_tokens} more make "
+                f"{ids.size + params.max_tokens}; max_len is {self.max_len}. Shorten the prompt, lower max_tokens, "
+                f"or raise max_len (this model was trained up to {config.max_len})"
+            )
+        return _Answer(
+            row=row,
+            prompt=ids.astype(np.int32),
+            params=params,
+            seed=fresh_seed() if params.seed is None else int(params.seed),
+            stop_ids=frozenset((config.eos_id, *params.stop_ids)),
+            began=time.perf_counter(),
+        )
+
+    def _run(self, answers: list[_Answer]) -> Iterator[list[Step]]:
+        """Answers one batch; after each token, yields the steps of the answers that it continues.
+
+        Each token is on its way to the next step before the host looks at it, so that the device does not wait.
+        A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
+        """
+        rows = _at_least(self.batch_sizes, len(answers))
+        padded = answers + [answers[0]] * (rows - len(answers))
+        settings = stack_settings([answer.params for answer in padded])
+        words = seed_words([answer.seed for answer in padded])
+        positions = np.array([answer.prompt.size for answer in padded], np.int32)
+        settings, words, positions = jax.device_put((settings, words, positions))
+        logits, cache = self._prefill(answers, rows)
+        chosen, positions = _next_tokens(logits, settings, words, positions)
+        num_steps = max(answer.params.max_tokens for answer in answers)
+        for step in range(1, num_steps + 1):
+            current = chosen
+            if step < num_steps:
+                logits, cache = decode_step_in_place(self.model, self.params, chosen[0], cache)
+                chosen, positions = _next_tokens(logits, settings, words, positions)
+            tokens, logprobs = (array.tolist() for array in jax.device_get(current))
+            yield [
+                answer.take(tokens[i], logprobs[i]) for i, answer in enumerate(answers) if not answer.finished
+            ]
+            if all(answer.finished for answer in answers):
+                return
+
+    def _prefill(self, answers: list[_Answer], rows: int) -> tuple[Float[Array, "rows V"], Cache]:
+        """Prefills a batch, chunk by chunk. Returns logits after each prompt's last token, and the cache."""
+        need = max(answer.prompt.size + answer.params.max_tokens for answer in answers)
+        cache = init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype)
+        lengths = np.zeros(rows, np.int32)  # rows that only fill the batch have no tokens
+        lengths[: len(answers)] = [answer.prompt.size for answer in answers]
+        chunk, logits = self.prefill_widths[-1], None
+        for start in range(0, int(lengths.max()), chunk):
+            real = np.clip(lengths - start, 0, chunk)
+            ids = np.zeros((rows, _at_least(self.prefill_widths, int(real.max()))), np.int32)
+            for answer, row, count in zip(answers, ids, real, strict=False):
+                row[:count] = answer.prompt[start : start + count]
+            new, cache = prefill_in_place(self.model, self.params, ids, cache, real)
+            logits = new if logits is None else jnp.where((real > 0)[:, None], new, logits)
+        return logits, cache
+
+
+@jax.jit
+def _next_tokens(logits, settings: RowSettings, words, positions):
+    """The tokens at `positions` with their log-probabilities, and the positions after them."""
+    return sample(logits, settings, row_keys(words, positions)), positions + 1
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ... as far as they are below last, then last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def _at_least(sizes: tuple[int, ...], need: int) -> int:
+    """The smallest size that is not below need."""
+    return sizes[bisect.bisect_left(sizes, need)]
