@@ -209,9 +209,7 @@ def _replace_field(cfg: Any, names: list[str], text: str, assignment: str) -> An
         new = float(new)
     optional = names[0] in ("indexer", "vision", "gate_lower_bound")
     if type(new) is not type(old) and not (optional and (new is None or old is None)):
-        raise ValueError(
-            f"override {assignment!r}: {names[0]!r} takes {type(old).__name__}, got {type(new).__name__}"
-        )
+        raise ValueError(f"override {assignment!r}: {names[0]!r} takes {type(old).__name__}, got {type(new).__name__}")
     return dataclasses.replace(cfg, **{names[0]: new})
 
 

@@ -25,9 +25,7 @@ zeros: Init = nn.initializers.zeros
 PACKED, SCALE = "_packed", "_scale"
 
 
-def declare(
-    module: nn.Module, name: str, shape: Sequence[int], dtype: Any, axes: Sequence[str], init: Init
-) -> Array:
+def declare(module: nn.Module, name: str, shape: Sequence[int], dtype: Any, axes: Sequence[str], init: Init) -> Array:
     """Declares one weight of a module and returns its value.
 
     Args:
@@ -35,9 +33,7 @@ def declare(
       axes: One logical axis name of `maxmoe.axes` per dimension.
     """
     if len(axes) != len(shape):
-        raise ValueError(
-            f"weight {name!r}: shape {tuple(shape)} needs one axis name per dimension, got {axes}"
-        )
+        raise ValueError(f"weight {name!r}: shape {tuple(shape)} needs one axis name per dimension, got {axes}")
     return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), dtype)
 
 

@@ -1,16 +1,15 @@
 """The published `config.json`: read into a ModelConfig, and written from one.
 
 Every key is used, known to be inert, or refused by name: a key that would change the model never passes
-unseen. This file and `checkpoint/hf_names.py` are the only ones that know the published spellings.
-Source: the published configuration of Kimi-K3; for K3.1 see `_DSA_ALIASES`.
+unseen. The spellings are in `published_keys.py`.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from maxmoe import published_keys as keys
 from maxmoe.config import (
-    MXFP4_GROUP,
     IndexerConfig,
     KDAConfig,
     MLAConfig,
@@ -19,75 +18,6 @@ from maxmoe.config import (
     SituConfig,
     VisionConfig,
 )
-
-
-_ARCHITECTURES = (
-    "KimiK3ForConditionalGeneration",
-    "KimiK31ForConditionalGeneration",
-    "KimiLinearForCausalLM",
-)
-
-# Keys that decide nothing here: identity, training and generation defaults, and quantization_config.ignore,
-# which is wrong in the published file (tensors are told apart by name).
-_INERT = frozenset(
-    """architectures auto_map dtype torch_dtype model_type transformers_version initializer_range use_cache
-    use_grouped_topk ignore_index image_placeholder media_placeholder_token_id _attn_implementation _name_or_path
-    add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id
-    is_decoder is_encoder_decoder length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type pruned_heads
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
-    typical_p use_bfloat16""".split()
-)
-
-# Switches of the published code that the family never flips: another value is another model.
-_FIXED = {
-    "hidden_act": "situ",
-    "latent_moe_use_norm": True,
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_expert_group": 1,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-}
-_FIXED_VISION = {
-    "activation_func": "gelu_pytorch_tanh",
-    "attn_bias": False,
-    "init_pos_emb_time": 4,
-    "linear_bias": False,
-    "merge_type": "sd2_tpool",
-    "mlp_type": "mlp2",
-    "mm_projector_type": "patchmergerv2",
-    "norm_type": "rmsnorm",
-    "patch_embed_proj_bias": False,
-    "pos_emb_interpolation_mode": "bilinear",
-    "pos_emb_type": "divided_fixed",
-    "projector_hidden_act": "gelu",
-}
-_FIXED_WEIGHTS = {
-    "group_size": MXFP4_GROUP,
-    "num_bits": 4,
-    "scale_dtype": "torch.uint8",
-    "strategy": "group",
-    "symmetric": True,
-    "type": "float",
-}
-
-# K3.1's own config.json has not been seen; these are the spellings that related models use.
-_DSA_ALIASES = {
-    "num_heads": ("index_n_heads", "n_heads", "num_heads"),
-    "head_dim": ("index_head_dim", "head_dim"),
-    "top_k": ("index_topk", "topk", "top_k"),
-    "layers": ("dsa_layers", "layers", "full_attn_layers"),
-    "norm_eps": ("index_norm_eps", "norm_eps", "layer_norm_eps", "eps"),
-}
 
 _MISSING = object()
 
@@ -100,7 +30,7 @@ class _Section:
             problems.append(f"{where}: must be an object, found {values!r}")
             values = {}
         self.values, self.where, self.problems = dict(values), where, problems
-        self.known = set(_INERT)
+        self.known = set(keys.INERT)
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
         self.known.add(key)
@@ -109,23 +39,19 @@ class _Section:
         if value is _MISSING:
             self.problems.append(f"{self.where}{key}: missing; it must be {_kind_names(kinds)}")
             return None
-        if key in self.values and (
-            not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-        ):
+        if key in self.values and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
             self.problems.append(f"{self.where}{key}={value!r}: must be {_kind_names(kinds)}")
             return None
         return value
 
-    def take_alias(
-        self, keys: tuple[str, ...], kind: type | tuple[type, ...], default: Any = _MISSING
-    ) -> Any:
-        self.known.update(keys)
-        given = [key for key in keys if key in self.values]
+    def take_alias(self, aliases: tuple[str, ...], kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
+        self.known.update(aliases)
+        given = [key for key in aliases if key in self.values]
         if len({json.dumps(self.values[key]) for key in given}) > 1:
             pairs = ", ".join(f"{key}={self.values[key]!r}" for key in given)
             self.problems.append(f"{self.where[:-1]}: {pairs} are one fact; give one of them")
         if not given and default is _MISSING:
-            self.problems.append(f"{self.where[:-1]}: none of {', '.join(keys)} is given; one is needed")
+            self.problems.append(f"{self.where[:-1]}: none of {', '.join(aliases)} is given; one is needed")
             return None
         return self.take(given[0], kind) if given else default
 
@@ -153,7 +79,7 @@ def _kind_names(kinds: tuple[type, ...]) -> str:
 def from_published(published: Mapping[str, Any]) -> ModelConfig:
     """Builds a ModelConfig from the object in a published `config.json`.
 
-    Raises: ValueError that lists every key that is missing, unknown, of a wrong type or of an unsupported value.
+    Raises: ValueError that lists every key that is missing, unknown, ill-typed or of an unsupported value.
     """
     problems: list[str] = []
     top = _Section(published, "", problems)
@@ -167,22 +93,18 @@ def from_published(published: Mapping[str, Any]) -> ModelConfig:
         if section.values.get("dsa_config") is not None
     ]
     fields = _text_fields(text)
-    kda, full_layers = _kda(
-        _Section(text.take("linear_attn_config", Mapping), "linear_attn_config.", problems), fields
-    )
+    kda, full_layers = _kda(_Section(text.take("linear_attn_config", Mapping), "linear_attn_config.", problems), fields)
     indexer = _indexer(dsa[0], full_layers, fields) if dsa else None
     if len(dsa) > 1:
         problems.append("dsa_config: given both at the top level and in text_config; give it once")
     if dsa_allowed is not None and dsa_allowed != bool(dsa):
         problems.append(
-            f"architectures={top.values.get('architectures')!r} and dsa_config={'given' if dsa else 'missing'}: "
+            f"architectures={top.values['architectures']!r}, dsa_config {'given' if dsa else 'missing'}: "
             "KimiK31ForConditionalGeneration needs dsa_config, the others have none"
         )
     vision = None
     if top.take("vision_config", (Mapping, type(None)), None) is not None:
-        vision = _vision(
-            _Section(top.values["vision_config"], "vision_config.", problems), fields["model_dim"]
-        )
+        vision = _vision(_Section(top.values["vision_config"], "vision_config.", problems), fields["model_dim"])
     for section in {id(text): text, id(top): top}.values():
         _check_quantization(section)
         section.require({"tie_word_embeddings": False}, optional=True)
@@ -191,9 +113,9 @@ def from_published(published: Mapping[str, Any]) -> ModelConfig:
                 problems.append(f"{key}={section.values[key]!r}: text_config has {text.values.get(key)!r}")
         section.refuse_unknown()
     _raise_all(problems)
-    moe = MoEConfig(**{name: fields.pop("moe." + name) for name in _MOE_FIELDS})
-    mla = MLAConfig(**{name: fields.pop("mla." + name) for name in _MLA_FIELDS})
-    situ = SituConfig(**{name: fields.pop("situ." + name) for name in _SITU_FIELDS})
+    moe = MoEConfig(**{name: fields.pop("moe." + name) for name in keys.MOE_FIELDS})
+    mla = MLAConfig(**{name: fields.pop("mla." + name) for name in keys.MLA_FIELDS})
+    situ = SituConfig(**{name: fields.pop("situ." + name) for name in keys.SITU_FIELDS})
     return ModelConfig(
         **fields,
         full_attention_layers=full_layers,
@@ -206,65 +128,20 @@ def from_published(published: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-# Field of ModelConfig or of one of its parts -> published key.
-_MODEL_FIELDS = {
-    "vocab_size": "vocab_size",
-    "model_dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_dense_layers": "first_k_dense_replace",
-    "dense_dim": "intermediate_size",
-    "attn_res_block_size": "attn_res_block_size",
-    "norm_eps": "rms_norm_eps",
-    "max_len": "max_position_embeddings",
-    "bos_id": "bos_token_id",
-    "eos_id": "eos_token_id",
-    "pad_id": "pad_token_id",
-}
-_MLA_FIELDS = {
-    "num_heads": "num_attention_heads",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_shared_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-}
-_MOE_FIELDS = {
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_token",
-    "num_shared_experts": "num_shared_experts",
-    "expert_dim": "moe_intermediate_size",
-    "latent_dim": "routed_expert_hidden_size",
-    "routed_scaling_factor": "routed_scaling_factor",
-}
-_SITU_FIELDS = {"gate_beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"}
-_KDA_FIELDS = {"num_heads": "num_heads", "head_dim": "head_dim", "conv_width": "short_conv_kernel_size"}
-_VISION_FIELDS = {
-    "num_layers": "vt_num_hidden_layers",
-    "model_dim": "vt_hidden_size",
-    "qkv_dim": "qkv_hidden_size",
-    "mlp_dim": "vt_intermediate_size",
-    "num_heads": "vt_num_attention_heads",
-    "patch_size": "patch_size",
-    "pos_emb_height": "init_pos_emb_height",
-    "pos_emb_width": "init_pos_emb_width",
-}
-_FLOATS = ("norm_eps", "routed_scaling_factor", "gate_beta", "linear_beta")
-
-
 def _take_fields(section: _Section, table: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     taken = {}
     for name, key in table.items():
-        value = section.take(key, (int, float) if name in _FLOATS else int)
-        taken[prefix + name] = float(value) if name in _FLOATS and value is not None else value
+        value = section.take(key, (int, float) if name in keys.FLOATS else int)
+        taken[prefix + name] = float(value) if name in keys.FLOATS and value is not None else value
     return taken
 
 
 def _text_fields(text: _Section) -> dict[str, Any]:
-    fields = _take_fields(text, _MODEL_FIELDS)
-    fields |= _take_fields(text, _MLA_FIELDS, "mla.")
-    fields |= _take_fields(text, _MOE_FIELDS, "moe.")
-    fields |= _take_fields(text, _SITU_FIELDS, "situ.")
-    text.require(_FIXED)
+    fields = _take_fields(text, keys.MODEL_FIELDS)
+    fields |= _take_fields(text, keys.MLA_FIELDS, "mla.")
+    fields |= _take_fields(text, keys.MOE_FIELDS, "moe.")
+    fields |= _take_fields(text, keys.SITU_FIELDS, "situ.")
+    text.require(keys.FIXED)
     heads = fields["mla.num_heads"]
     if text.take("num_key_value_heads", int, heads) != heads:
         text.problems.append(
@@ -275,21 +152,17 @@ def _text_fields(text: _Section) -> dict[str, Any]:
 
 
 def _kda(section: _Section, fields: Mapping[str, Any]) -> tuple[KDAConfig | None, tuple[int, ...]]:
-    values = _take_fields(section, _KDA_FIELDS)
+    values = _take_fields(section, keys.KDA_FIELDS)
     bound = section.take("gate_lower_bound", (int, float, type(None)), None)
     section.require({"use_full_rank_gate": True})
-    full = _layer_list(
-        section, section.take("full_attn_layers", list), "full_attn_layers", fields["num_layers"]
-    )
+    full = _layer_list(section, section.take("full_attn_layers", list), "full_attn_layers", fields["num_layers"])
     kda = _layer_list(section, section.take("kda_layers", list), "kda_layers", fields["num_layers"])
     both, missing = (
         set(full) & set(kda),
         set(range(1, (fields["num_layers"] or 0) + 1)) - set(full) - set(kda),
     )
     if both:
-        section.problems.append(
-            f"{section.where}full_attn_layers and kda_layers: both name layers {sorted(both)}"
-        )
+        section.problems.append(f"{section.where}full_attn_layers and kda_layers: both name layers {sorted(both)}")
     if missing:
         section.problems.append(
             f"{section.where}full_attn_layers and kda_layers: neither names layers {sorted(missing)}"
@@ -312,16 +185,10 @@ def _layer_list(section: _Section, layers: list | None, key: str, num_layers: in
     return sorted(set(layers))
 
 
-def _indexer(
-    section: _Section, full_layers: tuple[int, ...], fields: Mapping[str, Any]
-) -> IndexerConfig | None:
-    values = {
-        name: section.take_alias(_DSA_ALIASES[name], int) for name in ("num_heads", "head_dim", "top_k")
-    }
-    eps = section.take_alias(_DSA_ALIASES["norm_eps"], (int, float), fields["norm_eps"])
-    layers = _layer_list(
-        section, section.take_alias(_DSA_ALIASES["layers"], list), "layers", fields["num_layers"]
-    )
+def _indexer(section: _Section, full_layers: tuple[int, ...], fields: Mapping[str, Any]) -> IndexerConfig | None:
+    values = {name: section.take_alias(keys.DSA_ALIASES[name], int) for name in ("num_heads", "head_dim", "top_k")}
+    eps = section.take_alias(keys.DSA_ALIASES["norm_eps"], (int, float), fields["norm_eps"])
+    layers = _layer_list(section, section.take_alias(keys.DSA_ALIASES["layers"], list), "layers", fields["num_layers"])
     wanted = [layer + 1 for layer in full_layers]
     if layers != wanted:
         section.problems.append(
@@ -334,8 +201,8 @@ def _indexer(
 
 
 def _vision(section: _Section, text_dim: int | None) -> VisionConfig | None:
-    values = _take_fields(section, _VISION_FIELDS)
-    section.require(_FIXED_VISION)
+    values = _take_fields(section, keys.VISION_FIELDS)
+    section.require(keys.FIXED_VISION)
     merge = section.take("merge_kernel_size", list)
     if merge is not None and not (len(merge) == 2 and all(type(size) is int for size in merge)):
         section.problems.append(f"{section.where}merge_kernel_size={merge!r}: must be two integers")
@@ -353,8 +220,8 @@ def _vision(section: _Section, text_dim: int | None) -> VisionConfig | None:
 def _check_architecture(top: _Section) -> bool | None:
     """Returns whether the named architecture has an indexer; None if it may or may not."""
     named = top.values.get("architectures", [])
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in _ARCHITECTURES:
-        top.problems.append(f"architectures={named!r}: must be a list of one of {', '.join(_ARCHITECTURES)}")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in keys.ARCHITECTURES:
+        top.problems.append(f"architectures={named!r}: must be a list of one of {', '.join(keys.ARCHITECTURES)}")
         return None
     return None if named[0] == "KimiLinearForCausalLM" else named[0] == "KimiK31ForConditionalGeneration"
 
@@ -384,10 +251,8 @@ def _check_quantization(section: _Section) -> None:
         )
         part.known |= {"targets"}
         weights = _Section(part.take("weights", Mapping), f"{part.where}weights.", section.problems)
-        weights.require(_FIXED_WEIGHTS)
-        weights.require(
-            {"dynamic": False, "actorder": None, "block_structure": None, "zp_dtype": None}, optional=True
-        )
+        weights.require(keys.FIXED_WEIGHTS)
+        weights.require({"dynamic": False, "actorder": None, "block_structure": None, "zp_dtype": None}, optional=True)
         weights.known |= {"observer", "observer_kwargs"}
         weights.refuse_unknown()
         part.refuse_unknown()
@@ -401,13 +266,11 @@ def _raise_all(problems: list[str]) -> None:
 
 
 def to_published(cfg: ModelConfig) -> dict[str, Any]:
-    """Writes the text model's configuration in the published layout; `from_published` reads it back unchanged."""
+    """The configuration of a text model in the published layout; `from_published` reads it back unchanged."""
     if cfg.vision is not None:
-        raise NotImplementedError(
-            "a vision_config is not written yet; carry the published config.json along instead"
-        )
+        raise NotImplementedError("a vision_config is not written yet; carry the published config.json along instead")
     full = [layer + 1 for layer in cfg.full_attention_layers]
-    linear = {key: getattr(cfg.kda, name) for name, key in _KDA_FIELDS.items()}
+    linear = {key: getattr(cfg.kda, name) for name, key in keys.KDA_FIELDS.items()}
     linear |= {
         "gate_lower_bound": cfg.kda.gate_lower_bound,
         "use_full_rank_gate": True,
@@ -415,13 +278,18 @@ def to_published(cfg: ModelConfig) -> dict[str, Any]:
     }
     linear["kda_layers"] = [layer for layer in range(1, cfg.num_layers + 1) if layer not in full]
     text: dict[str, Any] = {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
-    parts = ((cfg, _MODEL_FIELDS), (cfg.mla, _MLA_FIELDS), (cfg.moe, _MOE_FIELDS), (cfg.situ, _SITU_FIELDS))
+    parts = (
+        (cfg, keys.MODEL_FIELDS),
+        (cfg.mla, keys.MLA_FIELDS),
+        (cfg.moe, keys.MOE_FIELDS),
+        (cfg.situ, keys.SITU_FIELDS),
+    )
     for part, table in parts:
         text |= {key: getattr(part, name) for name, key in table.items()}
-    text |= {**_FIXED, "num_key_value_heads": cfg.mla.num_heads, "linear_attn_config": linear}
+    text |= {**keys.FIXED, "num_key_value_heads": cfg.mla.num_heads, "linear_attn_config": linear}
     if cfg.indexer is not None:
         names = ("num_heads", "head_dim", "top_k", "norm_eps")
-        text["dsa_config"] = {_DSA_ALIASES[name][0]: getattr(cfg.indexer, name) for name in names}
+        text["dsa_config"] = {keys.DSA_ALIASES[name][0]: getattr(cfg.indexer, name) for name in names}
         text["dsa_config"]["layers"] = full
     kind = "KimiK3ForConditionalGeneration" if cfg.indexer is None else "KimiK31ForConditionalGeneration"
     return {"architectures": [kind], "model_type": "kimi_k3", "text_config": text}

@@ -183,9 +183,7 @@ class ByteTokenizer(Tokenizer):
           ValueError: Too few ids, an id outside the vocabulary, or one given where special slots fix it.
         """
         if vocab_size < 256:
-            raise ValueError(
-                f"vocab_size is {vocab_size}; a byte tokenizer needs at least 256 ids, one per byte"
-            )
+            raise ValueError(f"vocab_size is {vocab_size}; a byte tokenizer needs at least 256 ids, one per byte")
         self.vocab_size = vocab_size
         given = {"bos_id": bos_id, "end_of_msg_id": end_of_msg_id, "pad_id": pad_id}
         given = {name: self._valid_id(value) for name, value in given.items() if value is not None}

@@ -109,9 +109,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         )
     for value in range(256):
         if bytes((value,)) not in ranks:
-            raise ValueError(
-                f"{file}: no token for byte {value:#04x}; all 256 are needed. Fetch the file again."
-            )
+            raise ValueError(f"{file}: no token for byte {value:#04x}; all 256 are needed. Fetch the file again.")
     return ranks
 
 

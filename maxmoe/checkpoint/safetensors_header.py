@@ -167,9 +167,7 @@ def _parse_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     if not _is_int_list(dims) or len(dims) > _MAX_DIMS or min(dims, default=0) < 0:
         raise ValueError(f"has shape {dims!r:.80}; needs a list of at most {_MAX_DIMS} integers >= 0")
     if not _is_int_list(offsets) or len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
-        raise ValueError(
-            f"has data_offsets {offsets!r:.80}; needs two integers [begin, end], 0 <= begin <= end"
-        )
+        raise ValueError(f"has data_offsets {offsets!r:.80}; needs two integers [begin, end], 0 <= begin <= end")
     begin, end = offsets
     shape = tuple(dims)
     num_bytes = stored_bytes(dtype, shape)
@@ -277,12 +275,8 @@ class Shard:
         reached, previous = data_begin, "the header"
         for info in good:
             if info.begin != reached and whole:  # A broken entry leaves a hole: that is no second problem.
-                what = (
-                    f"{'a hole' if info.begin > reached else 'an overlap'} of {abs(info.begin - reached):,}"
-                )
-                problems.add(
-                    "byte layout", f"{self.label}: {what} bytes between {previous} and {info.name!r}"
-                )
+                what = f"{'a hole' if info.begin > reached else 'an overlap'} of {abs(info.begin - reached):,}"
+                problems.add("byte layout", f"{self.label}: {what} bytes between {previous} and {info.name!r}")
             if info.end >= reached:
                 reached, previous = info.end, repr(info.name)
         excess = self.stamp[0] - reached
@@ -307,9 +301,7 @@ def read_index(path: Path, problems: Problems) -> tuple[dict[str, str], object]:
         problems.add("index", f"{path.name}: metadata must be an object, not {metadata!r:.80}")
         metadata = {}
     if not isinstance(weight_map, dict) or not weight_map:
-        problems.add(
-            "index", f"{path.name}: weight_map must map tensor names to files, not {weight_map!r:.80}"
-        )
+        problems.add("index", f"{path.name}: weight_map must map tensor names to files, not {weight_map!r:.80}")
         return {}, None
     for name in [name for name, file in weight_map.items() if not isinstance(file, str)]:
         problems.add("index", f"{path.name}: {name!r} must name a file, not {weight_map.pop(name)!r:.80}")

@@ -197,9 +197,7 @@ class CheckpointReader:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise KeyError(
-                f"no tensor {name!r} in {self.folder}; its {len(self.tensors):,} names are in `tensors`"
-            )
+            raise KeyError(f"no tensor {name!r} in {self.folder}; its {len(self.tensors):,} names are in `tensors`")
         dtype = numpy_dtype(info.dtype)
         if not info.num_bytes:
             array = np.empty(info.array_shape, dtype)
@@ -253,8 +251,7 @@ def _dtype_and_bytes(name: str, array: np.ndarray) -> tuple[str, int]:
     dtype = DTYPE_NAMES.get(array.dtype.newbyteorder("=") if array.dtype.kind in "iufc" else array.dtype)
     if dtype is None:
         raise ValueError(
-            f"{name!r} has dtype {array.dtype}, which the format lacks; "
-            f"allowed: {', '.join(map(str, DTYPE_NAMES))}"
+            f"{name!r} has dtype {array.dtype}, which the format lacks; allowed: {', '.join(map(str, DTYPE_NAMES))}"
         )
     try:
         return dtype, stored_bytes(dtype, array.shape)
@@ -326,9 +323,7 @@ def write_safetensors(
         for name in tensors:
             file.write(_raw_bytes(np.asarray(tensors[name])).data)
         if file.tell() != 8 + len(raw) + offset:
-            raise ValueError(
-                f"tensors changed while {path} was written; pass a mapping that gives the same each time"
-            )
+            raise ValueError(f"tensors changed while {path} was written; pass a mapping that gives the same each time")
 
 
 def write_checkpoint(
@@ -343,15 +338,11 @@ def write_checkpoint(
     """
     folder = Path(folder)
     if max_shard_bytes is not None and max_shard_bytes <= 0:
-        raise ValueError(
-            f"max_shard_bytes is {max_shard_bytes}; allowed: a number of bytes > 0, or None for one file"
-        )
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; allowed: a number of bytes > 0, or None for one file")
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(path.name for path in folder.glob("model*.safetensors*"))
     if present:
-        raise ValueError(
-            f"{folder} already holds {', '.join(present[:5])}; give an empty folder or remove them first"
-        )
+        raise ValueError(f"{folder} already holds {', '.join(present[:5])}; give an empty folder or remove them first")
     shards: list[list[str]] = [[]]
     total_bytes = shard_bytes = 0
     for name in tensors:

@@ -51,9 +51,7 @@ def load_params(
         return _read(pieces, names, reader, model, dtype)
 
 
-def _match(
-    pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: Path
-) -> dict[str, str]:
+def _match(pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: Path) -> dict[str, str]:
     """Maps each piece's name to the file's, or raises a CheckpointError with every disagreement."""
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
     wanted = {prefix + piece.name: piece for piece in pieces}

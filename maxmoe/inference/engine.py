@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from maxmoe.config import ModelConfig
 from maxmoe.inference.sampling import (
     INVALID_TOKEN,
     RowSettings,
@@ -118,6 +119,34 @@ class _Answer:
         )
 
 
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, config: ModelConfig, max_len: int, row: int = 0
+) -> Int[np.ndarray, "T"]:
+    """Checks what an engine of `max_len` tokens is asked, without an engine. Returns the prompt as int32.
+
+    Raises: ValueError, naming the prompt by its row, with what is wrong and what to do.
+    """
+    ids = np.asarray(prompt)
+    if ids.ndim == 1 and ids.size == 0:
+        raise ValueError(f"prompt {row} is empty: give at least one token, such as bos_id={config.bos_id}")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"prompt {row} must be a sequence of token ids; got {prompt!r:.80}")
+    given = np.append(ids, np.array(params.stop_ids, np.int64))
+    wrong = given[(given < 0) | (given >= config.vocab_size)]
+    if wrong.size:
+        raise ValueError(
+            f"prompt {row}: token or stop id {wrong[0]} is outside the vocabulary: ids run from 0 to "
+            f"{config.vocab_size - 1}"
+        )
+    if ids.size + params.max_tokens > max_len:
+        raise ValueError(
+            f"prompt {row} has {ids.size} tokens, and max_tokens={params.max_tokens} more make "
+            f"{ids.size + params.max_tokens}; max_len is {max_len}. Shorten the prompt, lower max_tokens, or raise "
+            f"max_len (this model was trained up to {config.max_len})"
+        )
+    return ids.astype(np.int32)
+
+
 class Engine:
     """Generates with one model.
 
@@ -180,9 +209,7 @@ class Engine:
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts and {len(every)} SamplingParams: give one each, or one for all"
-            )
+            raise ValueError(f"{len(prompts)} prompts and {len(every)} SamplingParams: give one each, or one for all")
         answers = [self._start(row, prompt, every[row]) for row, prompt in enumerate(prompts)]
         for first in range(0, len(answers), self.max_batch):
             for _ in self._run(answers[first : first + self.max_batch]):
@@ -198,31 +225,12 @@ class Engine:
         return (steps[0] for steps in self._run([answer]))
 
     def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> _Answer:
-        config = self.model.config
-        ids = np.asarray(prompt)
-        if ids.ndim == 1 and ids.size == 0:
-            raise ValueError(f"prompt {row} is empty: give at least one token, such as bos_id={config.bos_id}")
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt {row} must be a sequence of token ids; got {prompt!r:.80}")
-        given = np.append(ids, np.array(params.stop_ids, np.int64))
-        wrong = given[(given < 0) | (given >= config.vocab_size)]
-        if wrong.size:
-            raise ValueError(
-                f"prompt {row}: token or stop id {wrong[0]} is outside the vocabulary: ids run from 0 to "
-                f"{config.vocab_size - 1}"
-            )
-        if ids.size + params.max_tokens > self.max_len:
-            raise ValueError(
-                f"prompt {row} has {ids.size} tokens, and max_tokens={params.max_tokens} more make "
-                f"{ids.size + params.max_tokens}; max_len is {self.max_len}. Shorten the prompt, lower max_tokens, "
-                f"or raise max_len (this model was trained up to {config.max_len})"
-            )
         return _Answer(
             row=row,
-            prompt=ids.astype(np.int32),
+            prompt=check_request(prompt, params, self.model.config, self.max_len, row),
             params=params,
             seed=fresh_seed() if params.seed is None else int(params.seed),
-            stop_ids=frozenset((config.eos_id, *params.stop_ids)),
+            stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
             began=time.perf_counter(),
         )
 
@@ -247,9 +255,7 @@ class Engine:
                 logits, cache = decode_step_in_place(self.model, self.params, chosen[0], cache)
                 chosen, positions = _next_tokens(logits, settings, words, positions)
             tokens, logprobs = (array.tolist() for array in jax.device_get(current))
-            yield [
-                answer.take(tokens[i], logprobs[i]) for i, answer in enumerate(answers) if not answer.finished
-            ]
+            yield [answer.take(tokens[i], logprobs[i]) for i, answer in enumerate(answers) if not answer.finished]
             if all(answer.finished for answer in answers):
                 return
 

@@ -143,9 +143,7 @@ def sample(
 
     def draw():
         filtered = draws & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
-        kept = jax.lax.cond(
-            jnp.any(filtered), lambda: _kept(scaled, settings), lambda: jnp.ones(scaled.shape, bool)
-        )
+        kept = jax.lax.cond(jnp.any(filtered), lambda: _kept(scaled, settings), lambda: jnp.ones(scaled.shape, bool))
         # mode="high": in the default mode, tokens rarer than about 1e-7 would never be drawn.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[-1:], jnp.float32, mode="high"))(keys)
         return jnp.where(draws[:, None], jnp.where(kept, scaled + noise, -jnp.inf), logits)

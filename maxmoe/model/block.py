@@ -114,8 +114,7 @@ class Stack(nn.Module):
     def setup(self):
         kinds = self.plan.layers
         self.experts = [
-            StackedExperts(self.config.moe, self.plan.count) if kind.ffn is FFN.MOE else None
-            for kind in kinds
+            StackedExperts(self.config.moe, self.plan.count) if kind.ffn is FFN.MOE else None for kind in kinds
         ]
         if not self.scan:
             self.superblocks = [Superblock(self.config, self.plan) for _ in range(self.plan.count)]

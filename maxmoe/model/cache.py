@@ -82,9 +82,7 @@ class Cache:
     @functools.cached_property
     def max_len(self) -> int | None:
         """Tokens a row can hold; None if no layer keeps rows."""
-        sizes = [
-            entry.rows.shape[2] for stack in self.stacks for entry in stack if isinstance(entry, MLACache)
-        ]
+        sizes = [entry.rows.shape[2] for stack in self.stacks for entry in stack if isinstance(entry, MLACache)]
         return sizes[0] if sizes else None
 
 
@@ -108,9 +106,7 @@ def make_cache(config: ModelConfig, batch: int, max_len: int, dtype: jnp.dtype) 
         keys = None if indexer is None else jnp.zeros((count, batch, max_len, indexer.head_dim), dtype)
         return MLACache(rows=jnp.zeros((count, batch, max_len, mla.cache_dim), dtype), index_keys=keys)
 
-    stacks = tuple(
-        tuple(entry(layer.mixer, stack.count) for layer in stack.layers) for stack in plan_stacks(config)
-    )
+    stacks = tuple(tuple(entry(layer.mixer, stack.count) for layer in stack.layers) for stack in plan_stacks(config))
     return Cache(lengths=jnp.zeros(batch, jnp.int32), stacks=stacks)
 
 

@@ -32,12 +32,8 @@ class KDALayer(nn.Module):
         self.q_conv = declare(self, "q_conv", (inner, c.conv_width), f32, (axes.HEADS, axes.NORM), normal)
         self.k_conv = declare(self, "k_conv", (inner, c.conv_width), f32, (axes.HEADS, axes.NORM), normal)
         self.v_conv = declare(self, "v_conv", (inner, c.conv_width), f32, (axes.HEADS, axes.NORM), normal)
-        self.decay_down = declare(
-            self, "decay_down", (c.head_dim, d), bf16, (axes.LATENT, axes.EMBED), normal
-        )
-        self.decay_up = declare(
-            self, "decay_up", (inner, c.head_dim), bf16, (axes.HEADS, axes.LATENT), normal
-        )
+        self.decay_down = declare(self, "decay_down", (c.head_dim, d), bf16, (axes.LATENT, axes.EMBED), normal)
+        self.decay_up = declare(self, "decay_up", (inner, c.head_dim), bf16, (axes.HEADS, axes.LATENT), normal)
         self.dt_bias = declare(self, "dt_bias", (inner,), f32, (axes.HEADS,), zeros)
         self.a_log = declare(self, "a_log", (c.num_heads,), f32, (axes.HEADS,), zeros)
         self.beta_proj = declare(self, "beta_proj", (c.num_heads, d), bf16, into, normal)

@@ -64,9 +64,7 @@ class MLALayer(nn.Module):
         kv_up = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.q_down = declare(self, "q_down", (c.q_lora_rank, d), bf16, to_latent, normal)
         self.q_norm = declare(self, "q_norm", (c.q_lora_rank,), bf16, (axes.NORM,), ones)
-        self.q_up = declare(
-            self, "q_up", (c.num_heads * c.qk_head_dim, c.q_lora_rank), bf16, from_latent, normal
-        )
+        self.q_up = declare(self, "q_up", (c.num_heads * c.qk_head_dim, c.q_lora_rank), bf16, from_latent, normal)
         self.kv_down = declare(self, "kv_down", (c.cache_dim, d), bf16, to_latent, normal)
         self.kv_norm = declare(self, "kv_norm", (c.kv_lora_rank,), bf16, (axes.NORM,), ones)
         self.kv_up = declare(self, "kv_up", (kv_up, c.kv_lora_rank), bf16, from_latent, normal)

@@ -30,13 +30,9 @@ class DenseFFN(nn.Module):
         self.up = declare(self, "up", (f, d), bf16, (axes.MLP, axes.EMBED), normal)
         self.down = declare(self, "down", (d, f), bf16, (axes.EMBED, axes.MLP), normal)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"] | None = None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], real: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
         """Applies the FFN to every token; `real` is not needed, for no token sees another."""
-        hidden = situ_glu(
-            linear(x, self.gate), linear(x, self.up), self.situ.gate_beta, self.situ.linear_beta
-        )
+        hidden = situ_glu(linear(x, self.gate), linear(x, self.up), self.situ.gate_beta, self.situ.linear_beta)
         return linear(hidden, self.down)
 
 
@@ -81,13 +77,9 @@ class LatentMoE(nn.Module):
         c, d, bf16 = self.config, self.model_dim, jnp.bfloat16
         self.router = declare(self, "router", (c.num_experts, d), bf16, (axes.EXPERT, axes.EMBED), normal)
         self.router_bias = declare(self, "router_bias", (c.num_experts,), jnp.float32, (axes.EXPERT,), zeros)
-        self.down_proj = declare(
-            self, "down_proj", (c.latent_dim, d), bf16, (axes.EXPERT_EMBED, axes.EMBED), normal
-        )
+        self.down_proj = declare(self, "down_proj", (c.latent_dim, d), bf16, (axes.EXPERT_EMBED, axes.EMBED), normal)
         self.norm = declare(self, "norm", (c.latent_dim,), bf16, (axes.NORM,), ones)
-        self.up_proj = declare(
-            self, "up_proj", (d, c.latent_dim), bf16, (axes.EMBED, axes.EXPERT_EMBED), normal
-        )
+        self.up_proj = declare(self, "up_proj", (d, c.latent_dim), bf16, (axes.EMBED, axes.EXPERT_EMBED), normal)
         self.shared = DenseFFN(self.situ, d, c.shared_dim)
 
     def __call__(
@@ -100,9 +92,7 @@ class LatentMoE(nn.Module):
             ids, weights = route(tokens, self.router, self.router_bias, c.top_k, c.routed_scaling_factor)
         self.sow("intermediates", "experts", ids)
         ids = jnp.where(real.reshape(-1, 1), ids, c.num_experts)
-        activation = functools.partial(
-            situ_glu, gate_beta=self.situ.gate_beta, linear_beta=self.situ.linear_beta
-        )
+        activation = functools.partial(situ_glu, gate_beta=self.situ.gate_beta, linear_beta=self.situ.linear_beta)
         with jax.named_scope("experts"):
             latent = linear(tokens, self.down_proj)
             routed = routed_experts(latent, ids, weights, experts, layer, activation)

@@ -14,7 +14,6 @@ from maxmoe.ops.linear import linear
 from maxmoe.ops.norm import rms_norm
 from maxmoe.params import declare, normal, ones
 
-
 MAX_UNROLLED_LAYERS = 16
 
 

@@ -29,7 +29,5 @@ def mix(
     exists = (jnp.arange(bank.shape[0]) < num_entries).reshape(-1, *[1] * (current.ndim - 1))
     bank_scores = jnp.where(exists, score(entries), -jnp.inf)
     weights = jax.nn.softmax(jnp.concatenate([bank_scores, score(current32)[None]]), axis=0)
-    mixed = sum(
-        (weights[i, ..., None] * entries[i] for i in range(bank.shape[0])), weights[-1, ..., None] * current32
-    )
+    mixed = sum((weights[i, ..., None] * entries[i] for i in range(bank.shape[0])), weights[-1, ..., None] * current32)
     return mixed.astype(current.dtype)

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from maxmoe.ops import mxfp4
 
 MAX_BLOCK_ROWS = 128
-BLOCKS_PER_STEP = 4  # independent products that a backend may overlap
-AT_ONCE = 2**23  # weights that may be dequantised together when each block has one row
+AT_ONCE = 2**21  # weights that may be dequantised together
 
 
 class ExpertWeights(NamedTuple):
@@ -55,28 +54,25 @@ def routed_experts(
         up = mxfp4.matmul(rows, w.up_packed, w.up_scale)
         return mxfp4.matmul(activation(gate, up), w.down_packed, w.down_scale)
 
-    if block_rows == 1 and plan.block_experts.size * 3 * expert_dim * x.shape[1] <= AT_ONCE:
-        out = ffn(plan.block_experts, x[plan.block_tokens])
-    else:
-        out = _run_blocks(ffn, x, plan, num_experts)
+    per_step = max(1, min(plan.block_experts.size, AT_ONCE // (3 * expert_dim * x.shape[1])))
+    out = _run_blocks(ffn, x, plan, num_experts, per_step)
     out = out.reshape(-1, x.shape[1])[plan.slots].astype(jnp.float32)  # [N, k, D]
     weighted = jnp.where(plan.named[..., None], weights[..., None] * out, 0)
     return sum(weighted[:, j] for j in range(top_k)).astype(x.dtype)
 
 
-def _run_blocks(ffn, x, plan, num_experts):
-    """Runs the blocks a few at a time; groups after the last block in use cost nothing."""
-    pad = -plan.block_experts.size % BLOCKS_PER_STEP
-    chosen = jnp.pad(plan.block_experts, (0, pad), constant_values=num_experts).reshape(-1, BLOCKS_PER_STEP)
+def _run_blocks(ffn, x, plan, num_experts, per_step):
+    """Runs `per_step` blocks together; steps after the last block in use cost nothing."""
+    pad = -plan.block_experts.size % per_step
+    chosen = jnp.pad(plan.block_experts, (0, pad), constant_values=num_experts).reshape(-1, per_step)
     tokens = jnp.pad(plan.block_tokens, ((0, pad), (0, 0))).reshape(*chosen.shape, -1)
+    if chosen.shape[0] == 1:
+        return ffn(chosen[0], x[tokens[0]])
 
     def one_step(_, step):
         chosen, tokens = step
-
-        def run(rows):
-            return jnp.stack([ffn(chosen[i], rows[i]) for i in range(BLOCKS_PER_STEP)])
-
-        return None, jax.lax.cond(chosen[0] < num_experts, run, jnp.zeros_like, x[tokens])
+        in_use = chosen[0] < num_experts
+        return None, jax.lax.cond(in_use, ffn, lambda _, rows: jnp.zeros_like(rows), chosen, x[tokens])
 
     return jax.lax.scan(one_step, None, (chosen, tokens))[1]
 

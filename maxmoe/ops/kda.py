@@ -12,9 +12,7 @@ from jaxtyping import Array, Float
 _BASE = 4  # rows whose decays are formed pair by pair; wider blocks are split at a border between the tokens
 
 
-def bounded_gate(
-    z: Float[Array, "B T H K"], a_log: Float[Array, "H"], lower_bound: float
-) -> Float[Array, "B T H K"]:
+def bounded_gate(z: Float[Array, "B T H K"], a_log: Float[Array, "H"], lower_bound: float) -> Float[Array, "B T H K"]:
     """Log decay lower_bound * sigmoid(exp(a_log) z) per head, in (lower_bound, 0). Not a clamp of `softplus_gate`."""
     return lower_bound * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * z.astype(jnp.float32))
 

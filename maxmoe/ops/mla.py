@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.ops.query_blocks import map_query_blocks
 
-
 EXPANDED_BUDGET = 2**28  # elements of keys and values that the expanded form may hold
 
 

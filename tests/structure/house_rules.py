@@ -27,7 +27,11 @@ PUBLISHED_SPELLINGS = re.compile(
     )\b""",
     re.VERBOSE,
 )
-KNOW_PUBLISHED_SPELLINGS = {"maxmoe/checkpoint/hf_names.py", "maxmoe/config.py", "maxmoe/published_config.py"}
+KNOW_PUBLISHED_SPELLINGS = {
+    "maxmoe/checkpoint/hf_names.py",
+    "maxmoe/published_config.py",
+    "maxmoe/published_keys.py",
+}
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,0 +1,258 @@
+"""Continues a text with a model of the family, and streams the answer.
+
+    python -m maxmoe.decode --prompt 'The quick brown fox'
+    python -m maxmoe.decode --checkpoint DIR --prompt_file question.txt --max_tokens 500
+    some-command | python -m maxmoe.decode --checkpoint DIR --prompt_file - --json
+
+The prompt is plain text that the model continues; it is not wrapped as a chat, and control tokens are not read
+from it. After the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per second.
+
+Exit code 0 for an answer, 2 for something in the command or the checkpoint that is wrong, 130 after Ctrl-C.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+_NAME = "maxmoe.decode"
+_IMPLEMENTATIONS = ("xla",)
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint",
+    None,
+    "Folder with config.json and safetensors files, as published. Default: the small checkpoint packaged with maxmoe.",
+)
+_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue. Give this or --prompt_file.")
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file", None, "File with the text to continue, in UTF-8, taken as it is; - is standard input."
+)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Longest answer, in tokens.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature",
+    1.0,
+    "Divides the logits; 0 always takes the likeliest token. The default, with that of --top_p, is the publisher's "
+    "advice for this family.",
+    lower_bound=0.0,
+    upper_bound=100.0,
+)
+_TOP_P = flags.DEFINE_float(
+    "top_p",
+    0.95,
+    "Draws from the likeliest tokens whose probabilities first add up to this; above 0, and 1 means all tokens.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
+_SEED = flags.DEFINE_integer(
+    "seed",
+    None,
+    "Seed of the draws: the same seed gives the same answer. Default: a new one each time; the last line shows it.",
+    lower_bound=0,
+    upper_bound=2**63 - 1,
+)
+_MAX_LEN = flags.DEFINE_integer(
+    "max_len",
+    None,
+    "Most tokens that prompt and answer may have together; decides the memory that is set aside. Default: as many "
+    "as this prompt and --max_tokens need, up to the context that the model was trained on.",
+    lower_bound=1,
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    None,
+    ["float32", "bfloat16", "auto"],
+    "What weights that are published in bfloat16 become, and with them activations; auto leaves them as published. "
+    "Default: float32 on a CPU, bfloat16 elsewhere. 4-bit experts stay as they are.",
+)
+_JSON = flags.DEFINE_boolean("json", False, "Print one JSON object at the end, and nothing else on standard output.")
+_IMPLEMENTATION = flags.DEFINE_string(
+    "implementation",
+    None,
+    f"Which implementation of the operations runs; available: {', '.join(_IMPLEMENTATIONS)}. Default: the best that "
+    "can run here.",
+)
+
+
+@dataclasses.dataclass
+class _Answer:
+    """What has been generated so far. Times are in seconds since the engine was asked."""
+
+    num_prompt_tokens: int
+    seed: int
+    text: str = ""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str = "interrupted"
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate after the first token; None for fewer than two."""
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else None
+
+    def summary(self) -> str:
+        first = f"first after {self.times[0]:.2f} s, " if self.times else ""
+        rate = f"{self.tokens_per_s:.1f} tokens/s, " if self.tokens_per_s else ""
+        return (
+            f"[{self.num_prompt_tokens} prompt tokens, {len(self.ids)} new tokens, {first}{rate}"
+            f"ended by {self.finish_reason}, seed {self.seed}]"
+        )
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {
+                "text": self.text,
+                "ids": self.ids,
+                "finish_reason": self.finish_reason,
+                "num_prompt_tokens": self.num_prompt_tokens,
+                "num_new_tokens": len(self.ids),
+                "first_token_s": self.times[0] if self.times else None,
+                "tokens_per_s": self.tokens_per_s,
+                "seed": self.seed,
+            }
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    try:
+        return _decode(argv)
+    except BrokenPipeError:  # whoever read the answer has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+        print(f"{_NAME}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _decode(argv: list[str]) -> int:
+    if argv[1:]:
+        raise ValueError(f"unexpected arguments {argv[1:]}: put the prompt in quotes, after --prompt")
+    if _IMPLEMENTATION.value not in (None, *_IMPLEMENTATIONS):
+        raise NotImplementedError(
+            f"--implementation={_IMPLEMENTATION.value} does not exist here; available: {', '.join(_IMPLEMENTATIONS)}"
+        )
+    prompt = _read_prompt()
+    if _CHECKPOINT.value is not None:
+        answer = _answer(Path(_CHECKPOINT.value), prompt)
+    else:
+        print(
+            f"{_NAME}: no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for "
+            "now, and its text is noise",
+            file=sys.stderr,
+        )
+        with resources.as_file(resources.files("maxmoe") / "data" / "tiny") as folder:
+            answer = _answer(folder, prompt)
+    print(answer.as_json() if _JSON.value else "\n" + answer.summary(), flush=True)
+    return 130 if answer.finish_reason == "interrupted" else 0
+
+
+def _read_prompt() -> str:
+    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+        given = "both are given" if _PROMPT.value is not None else "neither is given"
+        raise ValueError(f"give --prompt TEXT or --prompt_file FILE (- is standard input); {given}")
+    if _PROMPT.value is not None:
+        return _PROMPT.value
+    name = _PROMPT_FILE.value
+    raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt_file={name} is not UTF-8 text: see byte {error.start}") from error
+
+
+def _answer(folder: Path, prompt: str) -> _Answer:
+    """Loads the checkpoint and answers, streaming the text unless --json is given."""
+    import jax  # imported here, so that --help and mistakes in the flags answer at once
+
+    from maxmoe.chat.tokenizer import StreamDecoder, load_tokenizer
+    from maxmoe.checkpoint.store import load_params
+    from maxmoe.config import load_config
+    from maxmoe.inference.compilation_cache import enable_compilation_cache
+    from maxmoe.inference.engine import Engine, check_request
+    from maxmoe.inference.sampling import SamplingParams, fresh_seed
+    from maxmoe.model.transformer import Transformer
+
+    params = SamplingParams(
+        temperature=_TEMPERATURE.value,
+        top_p=_TOP_P.value,
+        seed=fresh_seed() if _SEED.value is None else _SEED.value,
+        max_tokens=_MAX_TOKENS.value,
+    )
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder, config.vocab_size)
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one character")
+    max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
+    check_request(ids, params, config, max_len)  # before minutes of loading
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each platform that is not here
+    enable_compilation_cache()
+    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = _DTYPE.value or default
+    model = Transformer(config)
+    weights = load_params(folder, model, dtype=None if dtype == "auto" else dtype)
+    engine = Engine(model, weights, max_batch=1, max_len=max_len)
+    answer = _Answer(num_prompt_tokens=len(ids), seed=params.seed)
+    write = (lambda text: None) if _JSON.value else _terminal_writer()
+    _collect(engine.stream(ids, params), StreamDecoder(tokenizer), answer, write)
+    return answer
+
+
+def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callable[[str], None]) -> None:
+    """Adds an engine's steps to the answer and writes their text as it comes, until the end or Ctrl-C."""
+    began = time.perf_counter()
+
+    def add(text: str) -> None:
+        answer.text += text
+        write(text)
+
+    try:
+        for step in steps:
+            answer.times.append(time.perf_counter() - began)
+            if step.finish_reason != "stop":
+                answer.ids.append(step.token_id)
+                add(decoder.feed([step.token_id]))
+            if step.finish_reason is not None:
+                answer.finish_reason = step.finish_reason
+    except KeyboardInterrupt:
+        pass
+    add(decoder.finish())
+
+
+def _terminal_writer() -> Callable[[str], None]:
+    """Writes text to standard output at once. On a terminal, control characters show as pictures of themselves."""
+    pictures = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
+    pictures |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
+    is_terminal = sys.stdout.isatty()
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters
+
+    def write(text: str) -> None:
+        sys.stdout.write(text.translate(pictures) if is_terminal else text)
+        sys.stdout.flush()
+
+    return write
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    """Parses the command line; --help is no failure, and a mistake has the exit code of all mistakes here."""
+    if {"--help", "-help", "-h", "-?"} & set(argv[1:]):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"{_NAME}: {error}\n--help shows every flag.", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)
