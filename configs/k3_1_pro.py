@@ -11,6 +11,4 @@ from maxmoe.config import IndexerConfig, load_config
 
 _k3 = load_config(Path(__file__).with_name("k3.py"))
 
-config = dataclasses.replace(
-    _k3, indexer=IndexerConfig(num_heads=32, head_dim=128, top_k=2048, norm_eps=_k3.norm_eps)
-)
+config = dataclasses.replace(_k3, indexer=IndexerConfig(num_heads=32, head_dim=128, top_k=2048, norm_eps=_k3.norm_eps))

@@ -2,7 +2,7 @@
 
     python tools/make_demo_checkpoint.py [--out=FOLDER] [--seed=N]
 
-The same seed gives the same bytes.
+The same seed gives the same bytes with the same JAX; another version may round random weights differently.
 """
 
 import json

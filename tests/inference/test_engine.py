@@ -71,12 +71,12 @@ def _same(left, right):
     np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-def test_generate_greedy_equals_steps_of_the_model(engine, model, params, alone):
-    ids = list(LONG)
-    for expected in alone[2].ids[:3]:
-        logits = steps.forward(model, params, np.array([ids + [0] * (80 - len(ids))]))[0, len(ids) - 1]
-        assert int(jnp.argmax(logits)) == expected
-        ids.append(expected)
+def test_chunks_and_steps_equal_one_forward_over_everything(model, params, alone):
+    ids = LONG + alone[2].ids
+    logits = steps.forward(model, params, np.array([ids]))[0, len(LONG) - 1 : -1]
+    assert jnp.argmax(logits, axis=-1).tolist() == alone[2].ids
+    chosen = jax.nn.log_softmax(logits)[jnp.arange(12), jnp.array(alone[2].ids)]
+    np.testing.assert_allclose(alone[2].logprobs, chosen, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def test_generate_greedy_does_not_depend_on_the_batch(engine, alone):
@@ -92,19 +92,14 @@ def test_generate_greedy_rows_beside_sampled_ones(engine, alone):
 
 
 def test_generate_more_prompts_than_max_batch(engine, alone):
-    prompts = [SHORT, MIDDLE, LONG, SHORT, MIDDLE, LONG]
+    prompts = [SHORT, MIDDLE, LONG, SHORT, MIDDLE, LONG, SHORT]
     completions = engine.generate(prompts, GREEDY)
-    assert [c.ids for c in completions] == [alone[i % 3].ids for i in range(6)]
+    assert [c.ids for c in completions] == [alone[i % 3].ids for i in range(7)]
     assert [c.num_prompt_tokens for c in completions] == [len(prompt) for prompt in prompts]
 
 
 def test_generate_no_prompts(engine):
     assert engine.generate([], GREEDY) == []
-
-
-def test_prefill_chunks_equal_a_whole_prefill(model, params, alone):
-    whole = Engine(model, params, max_batch=1, prefill_chunk=128)
-    _same(whole.generate([LONG], GREEDY)[0], alone[2])
 
 
 def test_stream_equals_generate(engine, alone):
@@ -161,7 +156,7 @@ def test_seeds_repeat_an_answer_in_any_batch(engine):
 
 def test_fresh_seeds_differ_and_are_told(engine):
     hot = SamplingParams(temperature=2.0, max_tokens=10)
-    left, right = engine.generate([MIDDLE, MIDDLE], hot)
+    left, right, _ = engine.generate([MIDDLE, MIDDLE, SHORT], hot)
     assert left.seed != right.seed and left.ids != right.ids
     again = engine.generate([MIDDLE], dataclasses.replace(hot, seed=right.seed))[0]
     _same(again, right)
@@ -178,12 +173,12 @@ def test_full_rows_wait_for_the_others(engine, alone):
 
 
 def test_broken_logits_name_prompt_and_position(model, params):
-    head = params["lm_head"].at[5, 0].set(jnp.nan)
-    broken = Engine(model, params | {"lm_head": head}, max_batch=4, prefill_chunk=CHUNK)
-    with pytest.raises(FloatingPointError, match="prompt 0: the logits for position 2 hold a NaN"):
-        broken.generate([SHORT, MIDDLE, LONG], GREEDY)
-    with pytest.raises(FloatingPointError, match="prompt 0: the logits for position 13"):
-        list(broken.stream(MIDDLE, GREEDY))
+    table = params["embedding"].at[200, 0].set(jnp.nan)
+    broken = Engine(model, params | {"embedding": table}, max_batch=4, prefill_chunk=CHUNK)
+    with pytest.raises(FloatingPointError, match="prompt 1: the logits for position 3 hold a NaN"):
+        broken.generate([SHORT, [1, 200, 2], MIDDLE], GREEDY)
+    with pytest.raises(FloatingPointError, match="prompt 0: the logits for position 1"):
+        list(broken.stream([200], GREEDY))
 
 
 def test_shapes_come_from_short_lists(model, params):
@@ -204,9 +199,7 @@ def test_compilations_are_bounded_and_decoding_adds_none(engine):
         lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
     )
     counts = steps.prefill_in_place._cache_size(), steps.decode_step_in_place._cache_size()
-    filtered = SamplingParams(
-        temperature=1.3, top_p=0.8, top_k=7, min_p=0.01, seed=3, stop_ids=(4,), max_tokens=3
-    )
+    filtered = SamplingParams(temperature=1.3, top_p=0.8, top_k=7, min_p=0.01, seed=3, stop_ids=(4,), max_tokens=3)
     for length in (1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 200):
         engine.generate([[9] * length], filtered)
         engine.generate([[9] * length, [8], [7] * 40, [6]], [filtered, GREEDY, filtered, GREEDY])

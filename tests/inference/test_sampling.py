@@ -62,9 +62,7 @@ def test_sample_logprob_is_of_the_distribution_at_temperature():
 
 def test_sample_greedy_logprob_is_at_temperature_one():
     tokens, (logprob,) = _sample([[2.0, 0.0]], GREEDY)
-    assert tokens == [0] and logprob == pytest.approx(
-        -0.12692805, abs=1e-7
-    )  # log(1 + e^-2), one float32 step
+    assert tokens == [0] and logprob == pytest.approx(-0.12692805, abs=1e-7)  # log(1 + e^-2), one float32 step
 
 
 def test_sample_logprob_ignores_the_filters():
@@ -199,9 +197,7 @@ def _primitives(jaxpr, inside_cond=False):
     """(name, whether a condition guards it) of every operation in a program."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name, inside_cond
-        for inner in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
-        ):
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from _primitives(inner, inside_cond or equation.primitive.name == "cond")

@@ -119,6 +119,4 @@ def test_softplus_gate_follows_the_equation():
     given = softplus_gate(z.astype(np.float32), a_log.astype(np.float32))
     # A few roundings; |z| up to 16 in the exponent counts for 16 * 2^-24.
     assert_close(given, expected, rtol=3e-6)
-    assert_close(
-        softplus_gate(jnp.full((1, 1, 1, 1), 50.0), jnp.zeros(1)), np.full((1, 1, 1, 1), -50), rtol=1e-6
-    )
+    assert_close(softplus_gate(jnp.full((1, 1, 1, 1), 50.0), jnp.zeros(1)), np.full((1, 1, 1, 1), -50), rtol=1e-6)

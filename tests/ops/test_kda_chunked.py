@@ -12,6 +12,7 @@ import pytest
 from maxmoe.ops.kda import kda_chunked, kda_recurrent, kda_step
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.kda_reference import NAMES, random_inputs, reference_forward, reference_gradients
+from tests.ops.quick_jit import quick_jit
 
 GATES = ("bound", "uniform", "weak", "strong")
 chunked = jax.jit(kda_chunked, static_argnames="chunk_size")
@@ -22,7 +23,7 @@ def _with_gradients(fn, optimised):
         results, pull = jax.vjp(fn, *inputs)
         return results, pull((d_out, d_state))
 
-    return jax.jit(run, compiler_options=None if optimised else {"xla_backend_optimization_level": 0})
+    return jax.jit(run) if optimised else quick_jit(run)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 257])
@@ -87,9 +88,7 @@ def test_kda_chunked_prefix_ignores_all_that_is_later(gate):
     inputs, others = random_inputs(10, 65, gate), random_inputs(11, 65, "uniform")
     out, _ = chunked(*inputs)
     for split in (1, 2, 3, 4, 7, 15, 16, 31, 32, 33, 48, 63, 64):
-        mixed = [
-            np.concatenate([x[:, :split], y[:, split:]], 1) for x, y in zip(inputs[:5], others, strict=False)
-        ]
+        mixed = [np.concatenate([x[:, :split], y[:, split:]], 1) for x, y in zip(inputs[:5], others, strict=False)]
         new_out, _ = chunked(*mixed, inputs[5])
         assert_same_bits(new_out[:, :split], out[:, :split], f"outputs before token {split}")
 
@@ -141,9 +140,7 @@ def test_kda_chunked_pieces_join_to_the_whole(pieces):
         piece = [x[:, start : start + length] for x in tokens]
         out, state = chunked(*piece, state, chunk_size=16)
         # As for one run: values of order 1 whose errors decay with the state.
-        assert_close(
-            out, expected[:, start : start + length], atol=1e-5, label=f"{pieces}: output at {start}"
-        )
+        assert_close(out, expected[:, start : start + length], atol=1e-5, label=f"{pieces}: output at {start}")
         start += length
         assert_close(state, states[start], atol=1e-5, label=f"{pieces}: state after {start}")
 

@@ -1,0 +1,160 @@
+"""The lightning indexer: its scores, and an exact and repeatable choice of the best keys."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmoe.ops import query_blocks
+from maxmoe.ops.indexer import index_scores, select_tokens, select_topk
+from tests.ops.closeness import assert_close, assert_same_bits
+from tests.ops.quick_jit import quick_jit
+
+select = jax.jit(select_topk, static_argnums=1)
+
+
+def _reference_topk(scores, k, valid):
+    """Sorts one row: score descending, index ascending; NaN and -inf last among the valid; then -1."""
+    scores = np.where(np.isnan(scores), -np.inf, np.asarray(scores, np.float64))
+    order = sorted(np.flatnonzero(valid).tolist(), key=lambda i: (-scores[i], i))
+    return np.array((order + [-1] * k)[:k], np.int32)
+
+
+def _random_index(seed, batch=2, queries=7, keys=11, heads=3, width=5):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((batch, queries, heads, width)).astype(np.float32)
+    key = rng.standard_normal((batch, keys, width)).astype(np.float32)
+    return q, key, rng.standard_normal((batch, queries, heads)).astype(np.float32)
+
+
+def _reference_scores(q, keys, head_weights):
+    q, keys, head_weights = (np.asarray(x).astype(np.float64) for x in (q, keys, head_weights))
+    dots = np.maximum(np.einsum("btij,bsj->btis", q, keys), 0)
+    return np.einsum("btis,bti->bts", dots, head_weights)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_index_scores_follow_the_equation(dtype):
+    inputs = [jnp.asarray(x, dtype) for x in _random_index(0)]
+    given = index_scores(*inputs)
+    assert given.dtype == jnp.float32
+    # Fifteen products of order 1, in float32 also for bfloat16 inputs.
+    assert_close(given, _reference_scores(*inputs), atol=5e-6)
+
+
+_SCORES = st.sampled_from([0.0, -0.0, 1.0, 1.5, -1.0, -2.5, 3e38, -3e38, np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize("k", [1, 5, 13, 20])
+@hypothesis.given(st.lists(st.tuples(_SCORES, st.booleans()), min_size=13, max_size=13))
+@hypothesis.settings(max_examples=60)
+def test_select_topk_sorts(k, entries):
+    scores, valid = np.array([s for s, _ in entries], np.float32), np.array([v for _, v in entries])
+    assert_same_bits(select(scores, k, valid), _reference_topk(scores, k, valid))
+
+
+def test_select_topk_sorts_every_row():
+    rng = np.random.default_rng(1)
+    scores = rng.choice(np.float32([-1, 0, 0.5, 2]), (3, 4, 13))
+    valid = rng.random((3, 4, 13)) < 0.7
+    given = np.asarray(select(scores, 6, valid))
+    for row in np.ndindex(3, 4):
+        assert_same_bits(given[row], _reference_topk(scores[row], 6, valid[row]), f"row {row}")
+
+
+def test_select_topk_ranks_nan_last():
+    scores = np.array([np.nan, 1, 2, -np.inf], np.float32)
+    valid = np.array([True, True, True, False])
+    assert np.asarray(select(scores, 2, valid)).tolist() == [2, 1]
+    assert np.asarray(select(scores, 4, valid)).tolist() == [2, 1, 0, -1]
+    assert np.asarray(select(scores, 4, np.ones(4, bool))).tolist() == [2, 1, 0, 3]
+
+
+def test_select_topk_takes_two_zeros_as_one_score():
+    scores = np.array([-0.0, 0.0, -0.0, 0.0, -1.0], np.float32)
+    assert np.asarray(select(scores, 5, np.ones(5, bool))).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_select_topk_fills_with_the_lowest_of_many_equal_scores():
+    rng = np.random.default_rng(2)
+    winners = np.sort(rng.choice(np.arange(2048, 8320), 100, replace=False))
+    scores = np.zeros(8320, np.float32)
+    scores[winners] = 1 + rng.permutation(100)
+    given = np.asarray(select(scores, 2048, np.ones(8320, bool)))
+    assert len(set(given.tolist())) == 2048 and given.min() >= 0
+    assert_same_bits(given[:100], winners[np.argsort(-scores[winners])].astype(np.int32), "winners")
+    assert_same_bits(given[100:], np.arange(1948, dtype=np.int32), "the rest")
+
+
+def test_select_topk_gives_the_ties_of_the_case_report():
+    scores = np.zeros(8320, np.float32)
+    scores[:100] = 1
+    assert_same_bits(select(scores, 2048, np.ones(8320, bool)), np.arange(2048, dtype=np.int32))
+
+
+def test_select_topk_breaks_ties_the_same_way_every_time():
+    scores, valid = np.full(4096, 0.25, np.float32), np.ones(4096, bool)
+    for _ in range(20):
+        assert_same_bits(select(scores, 2048, valid), np.arange(2048, dtype=np.int32), "jit")
+        assert_same_bits(select_topk(scores, 2048, valid), np.arange(2048, dtype=np.int32), "eager")
+
+
+def test_select_topk_of_parts_merges_to_that_of_the_whole():
+    scores = np.array([5, 1, 5, 0, 5, 9, 5, 2], np.float32)
+    assert np.asarray(select(scores, 3, np.ones(8, bool))).tolist() == [5, 0, 2]
+    for parts in ([range(4), range(4, 8)], [range(0, 8, 2), range(1, 8, 2)]):  # contiguous, interleaved
+        chosen = []
+        for part in map(np.array, parts):
+            chosen.append(part[np.asarray(select(scores[part], 3, np.ones(4, bool)))])
+        candidates = np.sort(np.concatenate(chosen))  # global ids, ascending, so that ties fall to the lowest
+        merged = candidates[np.asarray(select(scores[candidates], 3, np.ones(6, bool)))]
+        assert merged.tolist() == [5, 0, 2]
+
+
+def test_select_topk_merges_like_one_device_on_random_ties():
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        scores = rng.choice(np.float32([0, 1, 2, np.nan]), 26)
+        valid = rng.random(26) < 0.8
+        whole = np.asarray(select(scores, 5, valid))
+        lists = [np.asarray(select(scores[s : s + 13], 5, valid[s : s + 13])) for s in (0, 13)]
+        # Each list goes in by rank, with its place kept: equal scores of one part already stand in id order.
+        ids = np.concatenate([np.where(ids >= 0, ids + s, -1) for ids, s in zip(lists, (0, 13), strict=True)])
+        merged = ids[np.asarray(select(scores[ids], 5, ids >= 0))]
+        count = min(5, valid.sum())
+        assert merged[:count].tolist() == whole[:count].tolist()
+
+
+def _expected_tokens(q, keys, head_weights, positions, top_k):
+    scores = np.asarray(index_scores(q, keys, head_weights))
+    expected = np.empty((*positions.shape, top_k), np.int32)
+    for b, t in np.ndindex(*positions.shape):
+        expected[b, t] = _reference_topk(scores[b, t], top_k, np.arange(scores.shape[-1]) <= positions[b, t])
+    return expected
+
+
+@pytest.mark.parametrize("top_k", [4, 15])
+@pytest.mark.parametrize("budget", [2**26, 3 * 66, 1])  # one block; blocks of three queries and a rest; single ones
+def test_select_tokens_is_causal(monkeypatch, top_k, budget):
+    monkeypatch.setattr(query_blocks, "BUDGET", budget)
+    q, keys, head_weights = _random_index(4)
+    positions = np.stack([np.arange(7), np.arange(4, 11)]).astype(np.int32)
+    expected = _expected_tokens(q, keys, head_weights, positions, top_k)
+    poisoned = keys.copy()
+    poisoned[0, 7:] = np.nan  # no query of the first row may see these
+    given = quick_jit(lambda *args: select_tokens(*args, top_k))(q, poisoned, head_weights, positions)
+    assert_same_bits(given, expected)
+    for t in range(7):
+        assert set(np.asarray(given)[0, t].tolist()) - {-1} <= set(range(t + 1))
+        if t + 1 <= top_k:  # fewer keys than top_k: all of them
+            assert set(np.asarray(given)[0, t].tolist()) == set(range(t + 1)) | ({-1} if top_k > t + 1 else set())
+
+
+def test_select_tokens_row_does_not_depend_on_its_neighbours():
+    tokens = jax.jit(select_tokens, static_argnums=4)
+    inputs, others = _random_index(5), _random_index(6)
+    positions = np.broadcast_to(np.arange(4, 11, dtype=np.int32), (2, 7))
+    mixed = [np.stack([x[0], y[1]]) for x, y in zip(inputs, others, strict=True)]
+    assert_same_bits(tokens(*mixed, positions, 4)[0], tokens(*inputs, positions, 4)[0])
