@@ -33,7 +33,7 @@ config = ModelConfig(
         num_shared_experts=2,
         expert_dim=3072,
         latent_dim=3584,
-        routed_scaling_factor=1.0,
+        routed_scale=1.0,
     ),
     situ=SituConfig(gate_beta=4.0, linear_beta=25.0),
     vision=VisionConfig(

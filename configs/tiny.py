@@ -36,7 +36,7 @@ config = ModelConfig(
         num_shared_experts=2,
         expert_dim=32,
         latent_dim=64,
-        routed_scaling_factor=1.0,
+        routed_scale=1.0,
     ),
     situ=SituConfig(gate_beta=4.0, linear_beta=25.0),
     indexer=IndexerConfig(num_heads=4, head_dim=16, top_k=64, norm_eps=1e-5),

@@ -75,7 +75,7 @@ class MoEConfig:
     num_shared_experts: int
     expert_dim: int
     latent_dim: int
-    routed_scaling_factor: float
+    routed_scale: float
 
     @property
     def shared_dim(self) -> int:

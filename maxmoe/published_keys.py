@@ -101,7 +101,7 @@ MOE_FIELDS = {
     "num_shared_experts": "num_shared_experts",
     "expert_dim": "moe_intermediate_size",
     "latent_dim": "routed_expert_hidden_size",
-    "routed_scaling_factor": "routed_scaling_factor",
+    "routed_scale": "routed_scaling_factor",
 }
 SITU_FIELDS = {"gate_beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"}
 KDA_FIELDS = {"num_heads": "num_heads", "head_dim": "head_dim", "conv_width": "short_conv_kernel_size"}
@@ -115,4 +115,4 @@ VISION_FIELDS = {
     "pos_emb_height": "init_pos_emb_height",
     "pos_emb_width": "init_pos_emb_width",
 }
-FLOATS = ("norm_eps", "routed_scaling_factor", "gate_beta", "linear_beta")
+FLOATS = ("norm_eps", "routed_scale", "gate_beta", "linear_beta")

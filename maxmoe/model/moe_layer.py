@@ -89,7 +89,7 @@ class LatentMoE(nn.Module):
         c = self.config
         tokens = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
-            ids, weights = route(tokens, self.router, self.router_bias, c.top_k, c.routed_scaling_factor)
+            ids, weights = route(tokens, self.router, self.router_bias, c.top_k, c.routed_scale)
         self.sow("intermediates", "experts", ids)
         ids = jnp.where(real.reshape(-1, 1), ids, c.num_experts)
         activation = functools.partial(situ_glu, gate_beta=self.situ.gate_beta, linear_beta=self.situ.linear_beta)

@@ -36,7 +36,5 @@ def test_byte_tokenizer_rejects_wrong_numbers(vocab_size, ids, message):
 
 
 def test_byte_tokenizer_does_not_import_tiktoken():
-    code = (
-        "import sys, maxmoe.chat.tokenizer as t; t.ByteTokenizer(512); assert 'tiktoken' not in sys.modules"
-    )
+    code = "import sys, maxmoe.chat.tokenizer as t; t.ByteTokenizer(512); assert 'tiktoken' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -373,6 +373,4 @@ def test_tokenizers_survive_pickling(any_tokenizer):
     copy = pickle.loads(pickle.dumps(any_tokenizer))
     for allow_special in (False, True):
         text = "in the <|open|>"
-        assert copy.encode(text, allow_special=allow_special) == any_tokenizer.encode(
-            text, allow_special=allow_special
-        )
+        assert copy.encode(text, allow_special=allow_special) == any_tokenizer.encode(text, allow_special=allow_special)

@@ -52,9 +52,7 @@ def test_load_tokenizer_rejects_wrong_names(tmp_path, names, message):
         load_tokenizer(_write_folder(tmp_path, _TOKENS, names), _BASE + 256)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"added_tokens_decoder": [1]}', '{"added_tokens_decoder": {"1": {}}}']
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"added_tokens_decoder": [1]}', '{"added_tokens_decoder": {"1": {}}}'])
 def test_load_tokenizer_rejects_a_broken_names_file(tmp_path, text):
     _write_folder(tmp_path, _TOKENS)
     (tmp_path / "tokenizer_config.json").write_text(text)

@@ -386,9 +386,7 @@ def test_error_cuts_long_lists_and_keeps_all_problems(tmp_path):
         CheckpointReader(tmp_path)
     message = str(raised.value)
     assert len(raised.value.problems) == 50
-    assert (
-        "problems: 50" in message and "tensor entry (50)" in message and "and 30 more of this kind" in message
-    )
+    assert "problems: 50" in message and "tensor entry (50)" in message and "and 30 more of this kind" in message
     assert message.count("unknown safetensors dtype") == MAX_SHOWN_PER_KIND == 20
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (str(copy), copy.problems) == (message, raised.value.problems)

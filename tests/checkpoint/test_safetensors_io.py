@@ -89,9 +89,7 @@ def test_write_safetensors_refuses_four_bit_floats_that_do_not_fill_bytes(tmp_pa
 
 @st.composite
 def _tensor_dicts(draw):
-    names = draw(
-        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), unique=True, max_size=6)
-    )
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), unique=True, max_size=6))
     tensors = {}
     for name in names:
         shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
@@ -258,17 +256,13 @@ def test_opening_reads_headers_only(tmp_path):
     for shard in range(8):
         file = f"model-{shard + 1:05d}-of-00008.safetensors"
         names = [f"layers.{shard}.experts.{i}.packed" for i in range(1_000)]
-        header = {
-            n: _entry("U8", [8192, 8192], i * num_bytes, (i + 1) * num_bytes) for i, n in enumerate(names)
-        }
+        header = {n: _entry("U8", [8192, 8192], i * num_bytes, (i + 1) * num_bytes) for i, n in enumerate(names)}
         _file(tmp_path / file, header)
         with open(tmp_path / file, "r+b") as opened:
             opened.truncate((tmp_path / file).stat().st_size + 1_000 * num_bytes)
         weight_map |= dict.fromkeys(names, file)
         total_size += 1_000 * num_bytes
-    (tmp_path / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map})
-    )
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}))
     with CheckpointReader(tmp_path) as reader:
         assert len(reader.tensors) == 8_000 and reader.total_bytes == total_size
         assert not reader.read("layers.7.experts.999.packed")[-1].any()

@@ -113,15 +113,11 @@ def _imports(source: Source, modules: set[str]) -> set[str]:
             if inner - modules:
                 found.add(base)
         elif isinstance(node, ast.Dict) and is_package:  # a table of names that are imported when asked for
-            strings = {
-                n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            }
+            strings = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
             found |= modules & (strings | {f"{source.module}.{string.lstrip('.')}" for string in strings})
     ours = {name for name in found if name.split(".")[0] in PACKAGES or name in modules}
     tops = {name.split(".")[0] for name in found - ours} - sys.stdlib_module_names
-    return (ours | {top for top in tops if not any(m.split(".")[0] == top for m in modules)}) - {
-        source.module
-    }
+    return (ours | {top for top in tops if not any(m.split(".")[0] == top for m in modules)}) - {source.module}
 
 
 @functools.cache
@@ -161,9 +157,7 @@ def undeclared_requirements(root: Path) -> list[str]:
     for label in sorted(labels):
         name = canonicalize_name(label.removeprefix("@pip//"))
         if name not in declared:
-            found.append(
-                f"setup.cfg: neither install_requires nor an extra has {name}, which BUILD depends on"
-            )
+            found.append(f"setup.cfg: neither install_requires nor an extra has {name}, which BUILD depends on")
         if name not in locked:
             found.append(f"requirements_lock.txt: lacks {name}, which BUILD depends on")
     return found
@@ -208,9 +202,7 @@ def unequal_versions(root: Path) -> list[str]:
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
     version = settings["metadata"]["version"]
-    calls = [
-        n for n in ast.walk(ast.parse((root / "MODULE.bazel").read_text("utf-8"))) if isinstance(n, ast.Call)
-    ]
+    calls = [n for n in ast.walk(ast.parse((root / "MODULE.bazel").read_text("utf-8"))) if isinstance(n, ast.Call)]
     (module,) = (call for call in calls if ast.unparse(call.func) == "module")
     stated = {keyword.arg: ast.literal_eval(keyword.value) for keyword in module.keywords}["version"]
     return [] if stated == version else [f"MODULE.bazel: version {stated}, and setup.cfg says {version}"]

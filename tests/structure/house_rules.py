@@ -42,9 +42,7 @@ def long_files(root: Path) -> list[str]:
     for source in sources(root):
         lines = len(source.text.splitlines())
         if lines > MAX_FILE_LINES:
-            found.append(
-                f"{source.path}: {lines} lines, at most {MAX_FILE_LINES}: split it by what it is about"
-            )
+            found.append(f"{source.path}: {lines} lines, at most {MAX_FILE_LINES}: split it by what it is about")
     return found
 
 
@@ -114,9 +112,7 @@ def swallowed_exceptions(root: Path) -> list[str]:
             caught = ast.unparse(node.type) if node.type else "everything"
             is_bare = re.search(r"\b(Exception|BaseException|everything)\b", caught)
             if is_bare and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
-                found.append(
-                    f"{source.path}:{node.lineno}: catches {caught} and goes on: name what can happen"
-                )
+                found.append(f"{source.path}:{node.lineno}: catches {caught} and goes on: name what can happen")
     return found
 
 

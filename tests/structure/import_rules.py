@@ -33,9 +33,7 @@ def unchecked_packages(root: Path) -> list[str]:
     settings.read(root / "setup.cfg")
     checked = settings.get("importlinter", "root_packages", fallback="").split()
     present = [package for package in PACKAGES if (root / package).is_dir()]
-    return [
-        f"setup.cfg: [importlinter] root_packages lacks {name}" for name in present if name not in checked
-    ]
+    return [f"setup.cfg: [importlinter] root_packages lacks {name}" for name in present if name not in checked]
 
 
 def kernel_imports(root: Path) -> list[str]:
@@ -65,9 +63,7 @@ def eager_imports(root: Path) -> list[str]:
     if done.returncode != 0:
         return [done.stderr]
     loaded = json.loads(done.stdout)
-    found = {name.split(".")[0] for name in loaded} & set(HEAVY) | {
-        n for n in loaded if n.startswith("maxmoe.")
-    }
+    found = {name.split(".")[0] for name in loaded} & set(HEAVY) | {n for n in loaded if n.startswith("maxmoe.")}
     return [f"import maxmoe loads {name}: import it where it is used" for name in sorted(found)]
 
 

@@ -15,8 +15,7 @@ FILES = {
     "maxmoe/__init__.py": '_HOME = {"load": "maxmoe.config", "kda": "ops.kda"}\n',
     "maxmoe/config.py": "from maxmoe import published\n\nC = 1\n",
     "maxmoe/published.py": "from maxmoe.config import C\n",
-    "maxmoe/decode.py": "import maxmoe as mm\nfrom absl import app\n"
-    'if __name__ == "__main__":\n    app.run(mm.load)\n',
+    "maxmoe/decode.py": 'import maxmoe as mm\nfrom absl import app\nif __name__ == "__main__":\n    app.run(mm.load)\n',
     "maxmoe/ops/__init__.py": "",
     "maxmoe/ops/norm.py": "import numpy as np\n",
     "maxmoe/ops/kda.py": "import math\nimport jax.numpy as jnp\ndef f():\n    from maxmoe.ops import norm\n",
