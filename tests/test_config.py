@@ -293,7 +293,7 @@ def test_override_of_an_absent_number_refuses_other_types():
     [
         ("vision=None",),
         ("vision=None", "indexer=None"),
-        ("vision=None", "kda.gate_lower_bound=None", "norm_eps=1e-6", "moe.routed_scaling_factor=2.5"),
+        ("vision=None", "kda.gate_lower_bound=None", "norm_eps=1e-6", "moe.routed_scale=2.5"),
         ("vision=None", "full_attention_layers=()", "num_layers=1"),
         ("vision=None", "full_attention_layers=(0, 1)", "num_layers=2", "num_dense_layers=0"),
     ],

@@ -85,10 +85,10 @@ class _Plan(NamedTuple):
 
 
 def _block_rows(num_assignments: int, num_experts: int) -> int:
-    """Rows per block: 1 where experts outnumber assignments, else room for half as much again as a mean share."""
+    """Rows per block: 1 where experts outnumber assignments, else room for a quarter more than the mean share."""
     if num_assignments <= num_experts:
         return 1
-    return min(MAX_BLOCK_ROWS, -(-3 * num_assignments // (2 * num_experts)) + 15 & ~15)
+    return min(MAX_BLOCK_ROWS, -(-5 * num_assignments // (4 * num_experts)) + 15 & ~15)
 
 
 def _plan_blocks(expert_ids, num_experts, rows):

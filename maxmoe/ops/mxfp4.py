@@ -24,7 +24,7 @@ def dequantize(
     Args:
       dtype: What the exact value is rounded to; bfloat16 holds every value that is normal there.
     """
-    return jnp.stack(_dequantize_halves(packed, scale, dtype), axis=-1).reshape(*packed.shape[:-1], -1)
+    return _decoded(packed, scale, dtype, lambda halves: jnp.stack(halves, axis=-1).reshape(*packed.shape[:-1], -1))
 
 
 def matmul(
@@ -35,30 +35,30 @@ def matmul(
     Even columns stand before odd ones in both operands, so that no nibbles need interleaving.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    operands = [(x[..., 0::2], x[..., 1::2]), _dequantize_halves(packed, scale, x.dtype)]
-    if x.shape[-2] > 1:  # one long product is faster than two short ones; for a vector, joining costs more
-        operands = [(jnp.concatenate(halves, axis=-1),) for halves in operands]
+    # One long product is faster than two short ones; for a single row, joining the halves costs more.
+    join = (lambda halves: (jnp.concatenate(halves, axis=-1),)) if x.shape[-2] > 1 else tuple
+    operands = zip(join([x[..., 0::2], x[..., 1::2]]), _decoded(packed, scale, x.dtype, join), strict=True)
     products = (
         jnp.einsum("...ni,...oi->...no", *pair, precision=precision, preferred_element_type=jnp.float32)
-        for pair in zip(*operands, strict=True)
+        for pair in operands
     )
     return sum(products).astype(x.dtype)
 
 
-def _dequantize_halves(packed, scale, dtype):
-    """The weights of even and of odd columns, [..., I/2] each."""
-    byte = packed.astype(jnp.int32)
-    exponent = jnp.repeat(scale.astype(jnp.int32), GROUP // 2, axis=-1)
+def _decoded(packed, scale, dtype, join):
+    """join([weights of even columns, weights of odd columns]), [..., I/2] each."""
 
-    def halves(decode):
-        def run(byte, exponent):
-            pair = (decode(byte & 15, exponent), decode(byte >> 4, exponent))
-            return tuple(jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype) for bits in pair)
+    def run(decode):
+        def branch(packed, scale):
+            byte = packed.astype(jnp.int32)
+            exponent = jnp.repeat(scale.astype(jnp.int32), GROUP // 2, axis=-1)
+            halves = (decode(byte & 15, exponent), decode(byte >> 4, exponent))
+            return join([jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype) for bits in halves])
 
-        return run
+        return branch
 
     usual = jnp.all((scale >= 2) & (scale <= 252))
-    return jax.lax.cond(usual, halves(_decode_usual), halves(_decode_any), byte, exponent)
+    return jax.lax.cond(usual, run(_decode_usual), run(_decode_any), packed, scale)
 
 
 def _decode_usual(code, exponent):

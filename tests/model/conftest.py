@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import maxmoe as mm
-from maxmoe.checkpoint.safetensors_io import CheckpointReader
+from maxmoe.checkpoint.safetensors_io import CheckpointReader, write_checkpoint
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -49,23 +49,34 @@ def golden(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def short_model(golden):
+def rearranged(tmp_path_factory):
+    """A function that makes a model of some layers of `tiny_k31` and its checkpoint: their numbers, in the new order.
+
+    `rearranged(layers, **changes)` returns the configuration, with the changes made, and the folder.
+    """
+
+    def make(layers, **changes):
+        folder = tmp_path_factory.mktemp("rearranged")
+        with CheckpointReader(GOLDEN / "tiny_k31") as reader:
+            tensors = {name: reader.read(name) for name in reader.tensors if ".layers." not in name}
+            for new, old in enumerate(layers):
+                start = f"language_model.model.layers.{old}."
+                for name in reader.tensors:
+                    if name.startswith(start):
+                        tensors[name.replace(start, f"language_model.model.layers.{new}.")] = reader.read(name)
+        write_checkpoint(folder, tensors)
+        config = mm.load_config(GOLDEN / "tiny_k31")
+        return dataclasses.replace(config, num_layers=len(layers), **changes), folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def short_model(rearranged):
     """Three layers of `tiny_k31`: (KDA, dense), (KDA, experts), (MLA with indexer, experts)."""
-    whole = golden("tiny_k31")
-    config = dataclasses.replace(whole.model.config, num_layers=3, full_attention_layers=(2,), attn_res_block_size=2)
-    first = whole.params["stacks_0"]
-    layers = first["superblocks_0"]
-    params = {name: value for name, value in whole.params.items() if not name.startswith("stacks_")}
-    params["stacks_0"] = {
-        "experts_1": first["experts_1"],
-        "experts_2": first["experts_3"],
-        "superblocks_0": {
-            "layers_0": layers["layers_0"],
-            "layers_1": layers["layers_1"],
-            "layers_2": layers["layers_3"],
-        },
-    }
-    return mm.Transformer(config), params
+    config, folder = rearranged([0, 1, 3], full_attention_layers=(2,), attn_res_block_size=2)
+    model = mm.Transformer(config)
+    return model, mm.load_params(folder, model, dtype="float32")
 
 
 @pytest.fixture(scope="session")

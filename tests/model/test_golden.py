@@ -17,7 +17,6 @@ from maxmoe.model.stacks import plan_stacks
 
 LOGITS = 1e-3
 LAYER = 1e-4
-NAMES = ["tiny_k3", "tiny_k31", "tiny_k31_long"]
 # Both layouts of the weights take part in every kind of check, not in every combination: each costs a compilation.
 CAPTURED = [("tiny_k3", True), ("tiny_k31", True), ("tiny_k31_long", False)]
 CACHED = [("tiny_k3", False), ("tiny_k31", True), ("tiny_k31_long", False)]
@@ -64,12 +63,11 @@ def _assert_close(got, wanted, tolerance, what):
     assert off.max() <= tolerance, f"{what}: off by {off.max():.3g} at {where}, mean {off.mean():.3g}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_gives_the_reference_logits(golden, name):
-    model, params, oracle = golden(name)
+def test_forward_gives_the_reference_logits(golden):
+    model, params, oracle = golden("tiny_k3", False)
     logits = mm.forward(model, params, oracle["ids"])
     assert logits.dtype == jnp.float32
-    _assert_close(logits, oracle["logits"], LOGITS, name)
+    _assert_close(logits, oracle["logits"], LOGITS, "tiny_k3")
 
 
 @pytest.mark.parametrize(("name", "scan"), CAPTURED)
@@ -102,10 +100,9 @@ def test_indexer_selects_the_reference_tokens(golden, captured, name, scan):
 
 def test_scanned_and_unrolled_layers_give_the_same_logits(golden, captured):
     """Not bit for bit: the compiler fuses a loop's body otherwise. 1e-5 is 20 roundings of a logit of size 4."""
-    for name in ("tiny_k3", "tiny_k31"):
-        model, params, oracle = golden(name)
-        unrolled = np.asarray(mm.forward(model, params, oracle["ids"]))
-        _assert_close(captured(name, True)[0], unrolled, 1e-5, name)
+    model, params, oracle = golden("tiny_k3", False)
+    unrolled = np.asarray(mm.forward(model, params, oracle["ids"]))
+    _assert_close(captured("tiny_k3", True)[0], unrolled, 1e-5, "tiny_k3")
 
 
 def _run_in_chunks(model, params, ids, chunks, width):

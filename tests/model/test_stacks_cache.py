@@ -1,4 +1,4 @@
-"""How layers are grouped into stacks, and what a cache holds: kinds, shapes, dtypes, bytes."""
+"""How layers are grouped into stacks and scanned, and what a cache holds: kinds, shapes, dtypes, bytes."""
 
 import dataclasses
 from pathlib import Path
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import maxmoe as mm
 from maxmoe.config import load_config
 from maxmoe.model.cache import KDACache, MLACache, Spans, cache_bytes, make_cache
 from maxmoe.model.stacks import FFN, LayerKind, Mixer, StackPlan, plan_stacks
@@ -59,6 +60,26 @@ def test_plan_stacks_names_every_layer_once_and_in_order(data, num_layers):
         kinds += plan.count * plan.layers
     assert [kind.mixer is Mixer.MLA for kind in kinds] == [layer in full for layer in range(num_layers)]
     assert [kind.ffn is FFN.DENSE for kind in kinds] == [layer < num_dense for layer in range(num_layers)]
+
+
+def test_scanned_superblocks_equal_unrolled_ones(rearranged):
+    """Two superblocks in one stack; a block of residuals begins with the first and inside the second.
+
+    Not bit for bit, for the compiler fuses the body of a loop otherwise: 1e-5 is some roundings of logits of size 2.
+    """
+    config, folder = rearranged([1, 3, 2, 7], full_attention_layers=(1, 3), num_dense_layers=0, attn_res_block_size=3)
+    assert [plan.count for plan in plan_stacks(config)] == [2]
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 20), np.int32)
+    model = mm.Transformer(config, False)
+    params = mm.load_params(folder, model, dtype="float32")
+    wanted = [mm.prefill(model, params, ids, mm.init_cache(model, 2, 20), lengths)[0] for lengths in ([17, 5], [18, 6])]
+    model = mm.Transformer(config, True)
+    params = mm.load_params(folder, model, dtype="float32")
+    first, cache = mm.prefill(model, params, ids, mm.init_cache(model, 2, 20), [17, 5])
+    second, cache = mm.decode_step(model, params, ids[np.arange(2), [17, 5]], cache)
+    np.testing.assert_allclose([first, second], wanted, rtol=0, atol=1e-5)
+    leaves = jax.tree.leaves(cache.stacks)
+    assert all(np.any(leaf[i, row]) for leaf in leaves for i in (0, 1) for row in (0, 1))
 
 
 # Caches

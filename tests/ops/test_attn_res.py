@@ -100,7 +100,8 @@ def test_mix_gradients_equal_differences(num_entries):
     gradients = [np.asarray(d) for d in quick_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(current, bank, *weights)]
     assert not gradients[1][num_entries:].any()
     if num_entries == 0:
-        assert_same_bits(gradients[0], factors, "gradient of the running sum")
+        # The score's own gradient is the difference of two equal sums, each rounded in float32.
+        assert_close(gradients[0], factors, atol=3e-6, label="gradient of the running sum")
     inputs = [np.asarray(x).astype(np.float64) for x in (current, bank, *weights)]
     for i, name in enumerate(("current", "bank", "norm_weight", "proj_weight")):
         step = 1e-5 * rng.standard_normal(inputs[i].shape)
@@ -108,6 +109,7 @@ def test_mix_gradients_equal_differences(num_entries):
         for sign in (1, -1):
             c, b, *w = (x + sign * step if j == i else x for j, x in enumerate(inputs))
             ends.append(np.sum(factors * _reference(c, b, num_entries, *w)))
-        # Central differences in float64; the given gradient has float32 errors relative to its norm.
-        atol = 1e-5 * np.linalg.norm(gradients[i]) * np.linalg.norm(step) + 1e-15
+        # Central differences in float64; the given gradient has float32 errors relative to its norm, or, where
+        # it is zero because a lone entry has weight 1, to the terms of order 1 that cancel.
+        atol = (1e-5 * np.linalg.norm(gradients[i]) + 3e-6) * np.linalg.norm(step)
         assert_close(np.sum(gradients[i] * step), (ends[0] - ends[1]) / 2, atol=atol, label=f"gradient of {name}")
