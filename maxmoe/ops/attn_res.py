@@ -17,7 +17,8 @@ def mix(
 
         s_i = sum_d v_id / sqrt(mean(v_i^2) + eps) * (norm_weight_d * proj_weight_d)
 
-    in float32, with no rounding of the normalised value. An empty bank gives `current` exactly.
+    in float32, with no rounding of the normalised value. An empty bank gives `current` exactly. Entries
+    beyond `num_entries` must be finite.
     """
     score_weight = norm_weight.astype(jnp.float32) * proj_weight.astype(jnp.float32)
 

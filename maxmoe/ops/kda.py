@@ -84,7 +84,7 @@ def kda_chunked(
         S <- diag(e^G_last) S + (K*e^(G_last - G))^T V'
 
     No exponent is ever positive (see `_decayed_products`), so any gate is safe, bounded or not, and a token
-    never depends on a later one, not even by rounding.
+    never depends on a later one, not even by rounding. (A NaN, though, spreads through its row's chunk.)
 
     Raises: ValueError if chunk_size is not a power of two.
     """

@@ -119,6 +119,18 @@ def masked_softmax(scores: Float[Array, "*b S"], mask: Bool[Array, "*b S"]) -> F
 
 def einsum(formula: str, *operands: Array, dtype: jnp.dtype | None = None) -> Array:
     """Einsum accumulated in float32, then rounded to `dtype`, by default that of the first operand."""
-    precision = jax.lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
-    out = jnp.einsum(formula, *operands, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(dtype or operands[0].dtype)
+    dtype = dtype or operands[0].dtype
+
+    def product(*operands):
+        precision = jax.lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
+        out = jnp.einsum(formula, *operands, precision=precision, preferred_element_type=jnp.float32)
+        return out.astype(dtype)
+
+    if operands[0].dtype == jnp.float32:
+        return product(*operands)
+    # XLA's CPU backend has no batched product of bfloat16 into float32; widened operands give the same sums.
+
+    def widened(*operands):
+        return product(*(operand.astype(jnp.float32) for operand in operands))
+
+    return jax.lax.platform_dependent(*operands, cpu=widened, default=product)

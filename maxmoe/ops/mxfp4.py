@@ -84,9 +84,9 @@ def quantize(x: Float[Array, "*b I"]) -> tuple[UInt8[Array, "*b I/2"], UInt8[Arr
     """Rounds each group of 32 along the last axis to MXFP4.
 
     The scale is 2^(floor(log2(max|x|)) - 2), the floor rule of the OCP specification, so that values above
-    6 times the scale saturate to 6; elements round to nearest, ties to even. Data on the MXFP4 grid whose
-    group reaches code 4 or 6 comes back bit for bit. A group of zeros gets scale byte 0, and a group that
-    holds an infinity or NaN scale byte 255.
+    6 times the scale saturate to 6; elements round to nearest, ties to even. Data on the MXFP4 grid comes back
+    value for value, and byte for byte where a group reaches 4 or 6 times its scale. A group of zeros gets
+    scale byte 0, and a group that holds an infinity or NaN scale byte 255.
 
     Raises: ValueError if the last axis is not a multiple of 32.
     """

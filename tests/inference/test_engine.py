@@ -252,3 +252,11 @@ def test_cache_has_the_dtype_of_activations(model, params):
     assert Engine(model, params, cache_dtype=jnp.bfloat16).cache_dtype == jnp.bfloat16
     table = params["embedding"].astype(jnp.bfloat16)
     assert Engine(model, params | {"embedding": table}).cache_dtype == jnp.bfloat16
+
+
+def test_generate_runs_in_bfloat16_with_several_rows(model, params):
+    """Several rows take batched products, which a backend may lack in bfloat16."""
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, params)
+    answers = Engine(model, narrow, max_batch=4, prefill_chunk=CHUNK).generate([SHORT, MIDDLE, LONG], GREEDY)
+    assert all(answer.finish_reason == "stop" or len(answer.ids) == GREEDY.max_tokens for answer in answers)
+    assert all(np.all(np.isfinite(answer.logprobs)) for answer in answers)

@@ -47,7 +47,7 @@ def _row(cache, row):
 
 
 def _close(got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=ROUNDING, equal_nan=False)
 
 
 # Splits and batches
