@@ -5,9 +5,14 @@
 Source: Kimi Linear, arXiv:2510.26692.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+# Decay and state keep full float32 products on every platform.
+_dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 _BASE = 4  # rows whose decays are formed pair by pair; wider blocks are split at a border between the tokens
 
@@ -33,9 +38,9 @@ def kda_step(
     """One token of `kda_recurrent`: returns the output in v's dtype and the new state in float32."""
     q, k, g, beta, v32 = (x.astype(jnp.float32) for x in (q, k, g, beta, v))
     state = state.astype(jnp.float32) * jnp.exp(g)[..., None]
-    error = v32 - jnp.einsum("bhkv,bhk->bhv", state, k)
+    error = v32 - _dot("bhkv,bhk->bhv", state, k)
     state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
-    return jnp.einsum("bhkv,bhk->bhv", state, q).astype(v.dtype), state
+    return _dot("bhkv,bhk->bhv", state, q).astype(v.dtype), state
 
 
 def kda_recurrent(
@@ -102,10 +107,11 @@ def kda_chunked(
         q, k, v, g, beta = chunk
         a_qk, a_kk, before, after = _decayed_products(q, k, g)
         inverse = _invert_unit_lower(beta[..., None] * jnp.tril(a_kk, -1))
-        delta = inverse @ (beta[..., None] * (v - (k * jnp.exp(before)) @ state))
-        out = (q * jnp.exp(before)) @ state + a_qk @ delta
-        state = jnp.exp(before[..., -1, :, None]) * state + jnp.swapaxes(k * jnp.exp(after), -1, -2) @ delta
-        return state, out
+        error = v - _dot("...ik,...kv->...iv", k * jnp.exp(before), state)
+        delta = _dot("...ij,...jv->...iv", inverse, beta[..., None] * error)
+        out = _dot("...ik,...kv->...iv", q * jnp.exp(before), state) + _dot("...ij,...jv->...iv", a_qk, delta)
+        update = _dot("...ik,...iv->...kv", k * jnp.exp(after), delta)
+        return jnp.exp(before[..., -1, :, None]) * state + update, out
 
     state, out = jax.lax.scan(one_chunk, state.astype(jnp.float32), tuple(map(chunked, (q, k, v, g, beta))))
     out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(out.shape[1], -1, out.shape[2], out.shape[-1])
@@ -133,7 +139,7 @@ def _decayed_products(q, k, g):
     causal = jnp.tril(jnp.ones((width, width), bool))[..., None]
     pair = jnp.where(causal, before[..., :, None, :] - before[..., None, :, :], -jnp.inf)
     k_pair = blocked(k, width)[..., None, :, :] * jnp.exp(pair)  # [..., blocks, i, j, K]
-    inside = qk @ jnp.swapaxes(k_pair, -1, -2)  # [..., blocks, i, 2, j]
+    inside = _dot("...ixk,...ijk->...ixj", qk, k_pair)  # [..., blocks, i, 2, j]
     a = jnp.moveaxis(inside, -2, 0)  # [2, ..., blocks, i, j]
     while width < size:
         halves = before.reshape(*lead, -1, 2, width, before.shape[-1])
@@ -141,7 +147,7 @@ def _decayed_products(q, k, g):
         x = jnp.stack([q, k]).reshape(2, *halves.shape)
         low = x[..., 1, :, :] * jnp.exp(halves[..., 1, :, :])
         up = x[1, ..., 0, :, :] * jnp.exp(ends[..., 0, :, :])
-        corner = low @ jnp.swapaxes(up, -1, -2)  # [2, ..., blocks, width, width]
+        corner = _dot("x...ik,...jk->x...ij", low, up)  # [2, ..., blocks, width, width]
         left, right = a[..., 0::2, :, :], a[..., 1::2, :, :]
         top = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
         a = jnp.concatenate([top, jnp.concatenate([corner, right], axis=-1)], axis=-2)
@@ -166,7 +172,7 @@ def _invert_unit_lower(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
         pairs = lower.reshape(*lower.shape[:-2], size // (2 * width), 2, width, size // (2 * width), 2, width)
         mixed = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
         upper, below = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-        corner = -(below @ mixed @ upper)
+        corner = -_dot("...ij,...jk,...kl->...il", below, mixed, upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         blocks = jnp.concatenate([top, jnp.concatenate([corner, below], axis=-1)], axis=-2)
         width *= 2
