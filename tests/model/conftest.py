@@ -72,11 +72,17 @@ def rearranged(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def short_model(rearranged):
-    """Three layers of `tiny_k31`: (KDA, dense), (KDA, experts), (MLA with indexer, experts)."""
+def load_short_model(rearranged):
+    """A function that loads three layers of `tiny_k31`: (KDA, dense), (KDA, experts), (MLA with indexer, experts)."""
     config, folder = rearranged([0, 1, 3], full_attention_layers=(2,), attn_res_block_size=2)
     model = mm.Transformer(config)
-    return model, mm.load_params(folder, model, dtype="float32")
+    return lambda dtype: (model, mm.load_params(folder, model, dtype=dtype))
+
+
+@pytest.fixture(scope="session")
+def short_model(load_short_model):
+    """Those layers in float32: a model and its parameters."""
+    return load_short_model("float32")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import maxmoe as mm
 from maxmoe.model.cache import MLACache
+from maxmoe.model.moe_layer import DenseFFN, LatentMoE
+from maxmoe.ops.experts import ExpertWeights
 
 WIDTH = 24  # every chunk is padded to it, so that nothing is compiled twice
 MAX_LEN = 32
@@ -142,6 +144,20 @@ def test_prefill_padded_equals_forward_unpadded(short_model):
     _close(padded, mm.forward(*short_model, IDS[:, :length])[:, -1])
 
 
+def test_bfloat16_model_gives_the_same_bits_with_a_bfloat16_cache(short_model, load_short_model):
+    """Its rows are bfloat16 already. Against float32 its logits, of size 2, are off by 0.05; a wrong product by 1."""
+    model = load_short_model(None)
+    results = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits, cache = _prefill(model, IDS[:, :20], mm.init_cache(model[0], 2, MAX_LEN, dtype))
+        assert logits.dtype == jnp.float32
+        assert {leaf.dtype for leaf in jax.tree.leaves(cache.stacks)} == {jnp.dtype(jnp.float32), jnp.dtype(dtype)}
+        results.append(np.asarray(logits))
+    assert np.array_equal(*results)
+    wanted, _ = _prefill(short_model, IDS[:, :20], _fresh(short_model))
+    assert np.abs(results[0] - wanted).max() < 0.2
+
+
 # Padding and what a cache holds elsewhere
 
 
@@ -161,6 +177,25 @@ def test_prefill_padding_touches_nothing(short_model, assert_trees, lengths, pad
     used = [row for row in (0, 1) if lengths[row]]
     assert np.array_equal(logits[used, :], wanted_logits[used, :])
     assert_trees(cache, wanted)
+
+
+def test_padding_is_not_routed(short_model):
+    """A padding token gets the shared experts' output alone, and even NaN in it does not reach a real token."""
+    (model, params), rng = short_model, np.random.default_rng(0)
+    config, stack = model.config, params["stacks_0"]
+    weights = stack["superblocks_0"]["layers_1"]["ffn"]
+    experts = ExpertWeights(**stack["experts_1"])
+    ffn = LatentMoE(config.moe, config.situ, config.model_dim, config.norm_eps)
+    apply = jax.jit(lambda x, real: ffn.apply({"params": weights}, x, real, experts, 0))
+    shared = DenseFFN(config.situ, config.model_dim, config.moe.shared_dim)
+    x = rng.standard_normal((2, 7, config.model_dim), np.float32)
+    real = np.arange(7) < np.array([[2], [6]])
+    alone = np.asarray(shared.apply({"params": weights["shared"]}, x))
+    out = np.asarray(apply(x, real))
+    _close(out[~real], alone[~real])
+    assert np.abs(out - alone).max(axis=-1)[real].min() > 100 * ROUNDING
+    spoiled = np.asarray(apply(np.where(real[..., None], x, np.nan), real))
+    assert np.array_equal(spoiled[real], out[real])
 
 
 def test_prefill_leaves_a_row_of_length_zero_as_it_was(short_model, assert_trees):
