@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import json
 import runpy
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +152,23 @@ class ModelConfig:
 
     def override(self, *assignments: str) -> "ModelConfig":
         """Returns a copy with fields replaced, e.g. `cfg.override("moe.num_experts=8", "norm_eps=1e-6")`."""
-        cfg = self
+        changes: dict[str, Any] = {}  # of the whole, so that only the outcome has to fit together
         for assignment in assignments:
             path, sep, text = assignment.partition("=")
             if not sep:
                 raise ValueError(f"override {assignment!r}: write FIELD=VALUE, e.g. moe.num_experts=8")
-            cfg = _replace_field(cfg, path.strip().split("."), text.strip(), assignment)
-        return cfg
+            name, *rest = path.strip().split(".")
+            part = changes.get(name, getattr(self, name, None))
+            if not rest:
+                changes[name] = _parse_field(self, name, text.strip(), assignment)
+            elif not dataclasses.is_dataclass(part) or len(rest) > 1:
+                owner, leaf = (self, name) if not dataclasses.is_dataclass(part) else (part, rest[0])
+                _field_hint(owner, leaf, assignment)
+                raise ValueError(f"override {assignment!r}: {leaf!r} is {getattr(owner, leaf)!r} and has no fields")
+            else:
+                new = _parse_field(part, rest[0], text.strip(), assignment)
+                changes[name] = dataclasses.replace(part, **{rest[0]: new})
+        return dataclasses.replace(self, **changes)
 
 
 def load_config(source: str | Path) -> ModelConfig:
@@ -190,27 +202,30 @@ def load_config(source: str | Path) -> ModelConfig:
     return published_config.from_published(published)
 
 
-def _replace_field(cfg: Any, names: list[str], text: str, assignment: str) -> Any:
-    fields = [field.name for field in dataclasses.fields(cfg)]
-    if names[0] not in fields:
+def _field_hint(part: Any, name: str, assignment: str) -> Any:
+    hints = typing.get_type_hints(type(part))
+    if name not in hints:
         raise ValueError(
-            f"override {assignment!r}: {type(cfg).__name__} has no field {names[0]!r}; it has {', '.join(fields)}"
+            f"override {assignment!r}: {type(part).__name__} has no field {name!r}; it has {', '.join(hints)}"
         )
-    old = getattr(cfg, names[0])
-    if len(names) > 1:
-        if not dataclasses.is_dataclass(old):
-            raise ValueError(f"override {assignment!r}: {names[0]!r} is {old!r} and has no fields")
-        return dataclasses.replace(cfg, **{names[0]: _replace_field(old, names[1:], text, assignment)})
+    return hints[name]
+
+
+def _parse_field(part: Any, name: str, text: str, assignment: str) -> Any:
+    """Reads a Python literal as a value of one field."""
+    hint = _field_hint(part, name, assignment)
     try:
-        new = ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"override {assignment!r}: {text!r} is not a Python literal") from error
-    if isinstance(old, float) and type(new) is int:
-        new = float(new)
-    optional = names[0] in ("indexer", "vision", "gate_lower_bound")
-    if type(new) is not type(old) and not (optional and (new is None or old is None)):
-        raise ValueError(f"override {assignment!r}: {names[0]!r} takes {type(old).__name__}, got {type(new).__name__}")
-    return dataclasses.replace(cfg, **{names[0]: new})
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and type(value) is int:
+        value = float(value)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    if type(value) not in kinds or (type(value) is tuple and any(type(item) is not int for item in value)):
+        allowed = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        raise ValueError(f"override {assignment!r}: {name!r} takes {allowed}, got {type(value).__name__} {value!r}")
+    return value
 
 
 def _inconsistencies(cfg: ModelConfig) -> list[str]:

@@ -269,6 +269,8 @@ def to_published(cfg: ModelConfig) -> dict[str, Any]:
     """The configuration of a text model in the published layout; `from_published` reads it back unchanged."""
     if cfg.vision is not None:
         raise NotImplementedError("a vision_config is not written yet; carry the published config.json along instead")
+    if cfg.mla.lora_norm_eps != MLAConfig.lora_norm_eps:
+        raise ValueError(f"mla.lora_norm_eps={cfg.mla.lora_norm_eps}: the published layout has no key for it")
     full = [layer + 1 for layer in cfg.full_attention_layers]
     linear = {key: getattr(cfg.kda, name) for name, key in keys.KDA_FIELDS.items()}
     linear |= {

@@ -68,7 +68,7 @@ _MLA = {
 _INDEXER = {
     "mixer/indexer/q_proj": "self_attn.indexer.wq_b.weight",
     "mixer/indexer/k_proj": "self_attn.indexer.wk.weight",
-    "mixer/indexer/k_norm_scale": "self_attn.indexer.k_norm.weight",
+    "mixer/indexer/k_norm_weight": "self_attn.indexer.k_norm.weight",
     "mixer/indexer/k_norm_bias": "self_attn.indexer.k_norm.bias",
     "mixer/indexer/weights_proj": "self_attn.indexer.weights_proj.weight",
 }

@@ -28,13 +28,13 @@ class Indexer(nn.Module):
         q_shape = (c.num_heads * c.head_dim, self.q_lora_rank)
         self.q_proj = declare(self, "q_proj", q_shape, bf16, (axes.HEADS, axes.LATENT), normal)
         self.k_proj = declare(self, "k_proj", (c.head_dim, d), bf16, into, normal)
-        self.k_norm_scale = declare(self, "k_norm_scale", (c.head_dim,), bf16, (axes.NORM,), ones)
+        self.k_norm_weight = declare(self, "k_norm_weight", (c.head_dim,), bf16, (axes.NORM,), ones)
         self.k_norm_bias = declare(self, "k_norm_bias", (c.head_dim,), bf16, (axes.NORM,), zeros)
         self.weights_proj = declare(self, "weights_proj", (c.num_heads, d), bf16, into, normal)
 
     def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T J"]:
         """The tokens' index keys, shared by all index heads."""
-        return layer_norm(linear(x, self.k_proj), self.k_norm_scale, self.k_norm_bias, self.config.norm_eps)
+        return layer_norm(linear(x, self.k_proj), self.k_norm_weight, self.k_norm_bias, self.config.norm_eps)
 
     def select(
         self,
