@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import functools
 import json
+import math
 import runpy
 import types
 import typing
@@ -236,6 +237,8 @@ def _inconsistencies(cfg: ModelConfig) -> list[str]:
             lowest = 0 if field.name in ("bos_id", "eos_id", "pad_id", "num_dense_layers") else 1
             if type(value) is int and value < lowest:
                 problems.append(f"{field.name}={value}: must be at least {lowest}")
+            if type(value) is float and field.name != "gate_lower_bound" and not 0 < value < math.inf:
+                problems.append(f"{field.name}={value}: must be positive and finite")
     layers = cfg.full_attention_layers
     if list(layers) != sorted(set(layers)) or any(not 0 <= layer < cfg.num_layers for layer in layers):
         problems.append(f"full_attention_layers={layers}: must ascend within 0..{cfg.num_layers - 1}")
@@ -252,8 +255,8 @@ def _inconsistencies(cfg: ModelConfig) -> list[str]:
         if getattr(cfg, name) >= cfg.vocab_size:
             problems.append(f"{name}={getattr(cfg, name)}: must be below vocab_size={cfg.vocab_size}")
     bound = cfg.kda.gate_lower_bound
-    if bound is not None and not bound < 0:
-        problems.append(f"kda.gate_lower_bound={bound}: must be negative (log decay per token), or None")
+    if bound is not None and not -math.inf < bound < 0:
+        problems.append(f"kda.gate_lower_bound={bound}: must be negative and finite (log decay per token), or None")
     if cfg.kda.conv_width < 2:
         problems.append(f"kda.conv_width={cfg.kda.conv_width}: must be at least 2")
     return problems

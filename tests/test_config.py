@@ -330,3 +330,15 @@ def test_load_config_says_what_is_wrong_with_a_file(tmp_path):
         (tmp_path / "model.py").write_text(text)
         with pytest.raises(ValueError, match=r"must define `config`, a ModelConfig; found (NoneType|dict)"):
             load_config(tmp_path / "model.py")
+
+
+@pytest.mark.parametrize("name", ["norm_eps", "mla.lora_norm_eps", "situ.gate_beta", "moe.routed_scale"])
+@pytest.mark.parametrize("value", ["0.0", "-1e-5", "1e999"])
+def test_factors_and_epsilons_must_be_positive_and_finite(name, value):
+    with pytest.raises(ValueError, match=f"{name.split('.')[-1]}=.*positive and finite"):
+        load_config(K3_FILE).override(f"{name}={value}")
+
+
+def test_decay_bound_must_be_finite():
+    with pytest.raises(ValueError, match="negative and finite"):
+        load_config(K3_FILE).override("kda.gate_lower_bound=-1e999")

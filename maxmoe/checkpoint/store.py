@@ -41,7 +41,7 @@ def load_params(
     if mesh is not None:
         raise NotImplementedError("load_params: loading onto a mesh is not supported yet; pass mesh=None")
     dtype = None if dtype is None else jnp.dtype(dtype)
-    if dtype not in (None, jnp.float32, jnp.bfloat16, jnp.float16):
+    if dtype not in (None, jnp.float32, jnp.bfloat16):
         raise ValueError(f"load_params: dtype={dtype} is not a weight type; use float32, bfloat16 or None")
     folder = Path(folder)
     _warn_if_config_differs(folder, model.config)

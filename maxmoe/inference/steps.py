@@ -1,7 +1,8 @@
 """The compiled steps of inference: whole sequences, a chunk of prompt, one token.
 
 Each is compiled once per model and shape. `decode_step` leaves its argument usable, so that a cache can be
-kept and continued twice; `decode_step_in_place` gives the cache's memory to the result.
+kept and continued twice; `decode_step_in_place` gives the cache's memory to the result. Ids that lie on the host
+are checked against the vocabulary.
 """
 
 import functools
@@ -27,7 +28,7 @@ def init_cache(model: Transformer, batch: int, max_len: int, dtype: jnp.dtype = 
 
 def forward(model: Transformer, params: dict, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Float32 logits after every token of whole sequences, without a cache."""
-    ids = _check_ids(ids, 2, "ids")
+    ids = _check_ids(model, ids, 2, "ids")
     return _forward(model, params, ids)
 
 
@@ -47,8 +48,9 @@ def prefill(
     Returns: Logits after each row's last real token, and the new cache. `cache` itself stays valid.
     Raises: ValueError if a row would outgrow the cache, before anything is computed.
     """
-    ids = _check_ids(ids, 2, "ids")
-    batch, num_tokens = ids.shape
+    if np.ndim(ids) != 2:
+        raise ValueError(f"ids must be integers of rank 2; got shape {np.shape(ids)}")
+    batch, num_tokens = np.shape(ids)
     lengths = np.full(batch, num_tokens, np.int32) if lengths is None else np.asarray(lengths, np.int32)
     if batch != cache.batch_size or lengths.shape != (batch,):
         raise ValueError(
@@ -56,6 +58,7 @@ def prefill(
         )
     if num_tokens == 0 or lengths.min() < 0 or lengths.max() > num_tokens:
         raise ValueError(f"prefill: lengths={lengths.tolist()} must lie in 0..{num_tokens}, the width of ids, >= 1")
+    ids = _check_ids(model, ids, 2, "ids", lengths)
     used = np.asarray(cache.lengths)
     if cache.max_len is not None and (used + lengths).max() > cache.max_len:
         raise ValueError(
@@ -72,14 +75,22 @@ def decode_step(
 
     A row whose cache was already full gets NaN logits, for its token could not be kept.
     """
-    return _decode(model, params, _check_ids(token, 1, "token"), cache)
+    return _decode(model, params, _check_ids(model, token, 1, "token"), cache)
 
 
-def _check_ids(ids, rank, name):
-    ids = jnp.asarray(ids)
+def _check_ids(model, ids, rank, name, lengths=None):
+    """Device arrays are taken on trust, for looking at them would make the host wait."""
+    on_device = isinstance(ids, jax.Array)
+    ids = ids if on_device else np.asarray(ids)
     if ids.ndim != rank or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers of rank {rank}; got {ids.dtype} of shape {ids.shape}")
-    return ids.astype(jnp.int32)
+    if not on_device:
+        if lengths is not None:  # padding may hold anything
+            ids = np.where(np.arange(ids.shape[1]) < np.reshape(lengths, (-1, 1)), ids, 0)
+        vocab_size = model.config.vocab_size
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+            raise ValueError(f"{name} holds {ids.min()}..{ids.max()}; token ids run from 0 to {vocab_size - 1}")
+    return jnp.asarray(ids, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)

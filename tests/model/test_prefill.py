@@ -359,3 +359,18 @@ def test_cache_may_be_continued_twice(short_model, assert_trees):
         assert_trees(warm, cold)
         mm.decode_step(*short_model, IDS[:, start], prefix)
     assert_trees(prefix, before)
+
+
+def test_ids_outside_the_vocabulary_are_refused(short_model):
+    model, params = short_model
+    vocab_size = model.config.vocab_size
+    cache = mm.init_cache(model, 1, 16)
+    for ids in ([[0, vocab_size]], [[-1, 0]]):
+        with pytest.raises(ValueError, match=f"0 to {vocab_size - 1}"):
+            mm.forward(model, params, np.array(ids))
+        with pytest.raises(ValueError, match=f"0 to {vocab_size - 1}"):
+            mm.prefill(model, params, np.array(ids), cache)
+    with pytest.raises(ValueError, match=f"0 to {vocab_size - 1}"):
+        mm.decode_step(model, params, np.array([vocab_size]), cache)
+    with pytest.raises(ValueError, match="rank 2"):
+        mm.forward(model, params, np.array([1, 2]))
