@@ -50,8 +50,10 @@ def routed_experts(
 
     def ffn(chosen, rows):
         w = jax.tree.map(lambda leaf: leaf[layer, jnp.minimum(chosen, num_experts - 1)], experts)
-        gate = mxfp4.matmul(rows, w.gate_packed, w.gate_scale)
-        up = mxfp4.matmul(rows, w.up_packed, w.up_scale)
+        # One product of twice the width is faster than two.
+        packed = jnp.concatenate([w.gate_packed, w.up_packed], axis=-2)
+        scale = jnp.concatenate([w.gate_scale, w.up_scale], axis=-2)
+        gate, up = jnp.split(mxfp4.matmul(rows, packed, scale), 2, axis=-1)
         return mxfp4.matmul(activation(gate, up), w.down_packed, w.down_scale)
 
     per_step = max(1, min(plan.block_experts.size, AT_ONCE // (3 * expert_dim * x.shape[1])))
