@@ -41,7 +41,7 @@ def routed_experts(
     The sum runs in float32 in the order of k, whatever else is in the batch, and is rounded once.
 
     Args:
-      layer: Which of the stacked layers; its experts are read in place, one at a time, never sliced out whole.
+      layer: Which of the stacked layers; its experts are read in place, a few at a time, never sliced out whole.
       expert_ids: An id outside 0..E-1, such as that of a padding token, names no expert and adds nothing.
     """
     (_, num_experts, expert_dim, _), top_k = experts.gate_packed.shape, expert_ids.shape[1]
