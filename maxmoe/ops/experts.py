@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from maxmoe.ops import mxfp4
 
 MAX_BLOCK_ROWS = 128
-AT_ONCE = 2**21  # weights that may be dequantised together
+AT_ONCE = 5 * 2**18  # weights that may be dequantised together; twice as many for a single row, which writes none out
 
 
 class ExpertWeights(NamedTuple):
@@ -50,14 +50,15 @@ def routed_experts(
 
     def ffn(chosen, rows):
         w = jax.tree.map(lambda leaf: leaf[layer, jnp.minimum(chosen, num_experts - 1)], experts)
-        # One product of twice the width is faster than two.
-        packed = jnp.concatenate([w.gate_packed, w.up_packed], axis=-2)
-        scale = jnp.concatenate([w.gate_scale, w.up_scale], axis=-2)
+        # One product of twice the width is faster than two. Its columns come out as the next product takes them.
+        pairs = ((w.gate_packed, w.up_packed), (w.gate_scale, w.up_scale))
+        packed, scale = (jnp.concatenate([mxfp4.packed_order(a, axis=-2) for a in pair], axis=-2) for pair in pairs)
         gate, up = jnp.split(mxfp4.matmul(rows, packed, scale), 2, axis=-1)
         return mxfp4.matmul(activation(gate, up), w.down_packed, w.down_scale)
 
-    per_step = max(1, min(plan.block_experts.size, AT_ONCE // (3 * expert_dim * x.shape[1])))
-    out = _run_blocks(ffn, x, plan, num_experts, per_step)
+    at_once = AT_ONCE if block_rows > 1 else 2 * AT_ONCE
+    per_step = max(1, min(plan.block_experts.size, at_once // (3 * expert_dim * x.shape[1])))
+    out = _run_blocks(ffn, mxfp4.packed_order(x), plan, num_experts, per_step)
     out = out.reshape(-1, x.shape[1])[plan.slots].astype(jnp.float32)  # [N, k, D]
     weighted = jnp.where(plan.named[..., None], weights[..., None] * out, 0)
     return sum(weighted[:, j] for j in range(top_k)).astype(x.dtype)

@@ -6,11 +6,14 @@ All arithmetic is on integer bit patterns, so that float32 subnormals survive on
 Source: OCP Microscaling Formats 1.0; the pair order is that of the published checkpoint.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 GROUP = 32
+_LOW, _HIGH = 0, 4  # bit of a byte at which the code of an even and of an odd column starts
 _MANTISSA = 23  # bits of a float32 mantissa
 _EXPONENT_ONES = 0xFF << _MANTISSA
 _NAN = 0x7FC00000
@@ -24,36 +27,45 @@ def dequantize(
     Args:
       dtype: What the exact value is rounded to; bfloat16 holds every value that is normal there.
     """
-    return _decoded(packed, scale, dtype, lambda halves: jnp.stack(halves, axis=-1).reshape(*packed.shape[:-1], -1))
+    return jnp.swapaxes(_decoded(packed, scale, dtype), -1, -2).reshape(*packed.shape[:-1], -1)
+
+
+def packed_order(x: Array, axis: int = -1) -> Array:
+    """Reorders an axis as `matmul` wants it: what meets low nibbles, 0, 2, 4, ..., and then what meets high ones."""
+    axis %= x.ndim
+    pairs = x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :])
+    return jnp.swapaxes(pairs, axis, axis + 1).reshape(x.shape)
 
 
 def matmul(
     x: Float[Array, "*b N I"], packed: UInt8[Array, "*b O I/2"], scale: UInt8[Array, "*b O I/32"]
 ) -> Float[Array, "*b N O"]:
-    """x dequantize(packed, scale)^T in x's dtype, accumulated in float32.
+    """x dequantize(packed, scale)^T in x's dtype, accumulated in float32, for x in `packed_order`.
 
-    Even columns stand before odd ones in both operands, so that no nibbles need interleaving.
+    The order spares the weights an interleaving of their nibbles.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    # One long product is faster than two short ones; for a single row, joining the halves costs more.
-    join = (lambda halves: (jnp.concatenate(halves, axis=-1),)) if x.shape[-2] > 1 else tuple
-    operands = zip(join([x[..., 0::2], x[..., 1::2]]), _decoded(packed, scale, x.dtype, join), strict=True)
-    products = (
-        jnp.einsum("...ni,...oi->...no", *pair, precision=precision, preferred_element_type=jnp.float32)
-        for pair in operands
+    product = functools.partial(
+        jnp.einsum, "...ni,...oi->...no", precision=precision, preferred_element_type=jnp.float32
     )
-    return sum(products).astype(x.dtype)
+    if x.shape[-2] > 1:
+        weights = _decoded(packed, scale, x.dtype)
+        return product(x, weights.reshape(*weights.shape[:-2], -1)).astype(x.dtype)
+    # A single row reads each weight once: two products save writing the weights out side by side.
+    halves = zip(jnp.split(x, 2, axis=-1), (_LOW, _HIGH), strict=True)
+    return sum(product(half, _decoded(packed, scale, x.dtype, shift)) for half, shift in halves).astype(x.dtype)
 
 
-def _decoded(packed, scale, dtype, join):
-    """join([weights of even columns, weights of odd columns]), [..., I/2] each."""
+def _decoded(packed, scale, dtype, shift=None):
+    """Weights of the low or of the high nibbles, [..., I/2]; without a shift those of both, [..., 2, I/2]."""
+    if shift is None:
+        packed, scale, shift = packed[..., None, :], scale[..., None, :], jnp.array([[_LOW], [_HIGH]])
 
     def run(decode):
         def branch(packed, scale):
-            byte = packed.astype(jnp.int32)
             exponent = jnp.repeat(scale.astype(jnp.int32), GROUP // 2, axis=-1)
-            halves = (decode(byte & 15, exponent), decode(byte >> 4, exponent))
-            return join([jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype) for bits in halves])
+            bits = decode((packed.astype(jnp.int32) >> shift) & 15, exponent)
+            return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
         return branch
 

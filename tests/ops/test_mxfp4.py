@@ -10,7 +10,13 @@ from maxmoe.ops import mxfp4
 from tests.ops.closeness import assert_close, assert_same_bits
 
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-quantize, encode, matmul = map(jax.jit, (mxfp4.quantize, mxfp4.encode, mxfp4.matmul))
+quantize, encode = map(jax.jit, (mxfp4.quantize, mxfp4.encode))
+
+
+@jax.jit
+def matmul(x, packed, scale):
+    return mxfp4.matmul(mxfp4.packed_order(x), packed, scale)
+
 dequantize = jax.jit(mxfp4.dequantize, static_argnames="dtype")
 # Each group of 32 holds every code twice: once in a low nibble, once in a high one.
 ALL_CODES = np.stack([np.arange(16), 15 - np.arange(16)], -1).reshape(32)
