@@ -1,0 +1,386 @@
+"""Named arrays in an Orbax checkpoint, with a manifest beside it that can tell whether they are still the same.
+
+Orbax notices neither a flipped bit nor a folder that lacks a file. So `save_arrays` writes, next to the folder
+`NAME`, a file `NAME.manifest.json`: a checksum per stored chunk, and every file with its size and checksum. The
+manifest is written last, in one step: without it there is no checkpoint, whatever else lies there.
+
+Folder and paths may lie on a disk or in a bucket (`gs://`, `s3://`).
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import random
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxmoe.checkpoint import chunks
+from maxmoe.checkpoint.files import file_checksum, kvstore_url, list_files, read_checked_json, write_checked_json
+from maxmoe.checkpoint.safetensors_header import CheckpointError
+
+MANIFEST = ".manifest.json"
+Verify = Literal["full", "sampled", "off"]
+
+_FORMAT = "maxmoe arrays 1"
+_SAMPLED = 1 / 16  # of the chunks
+_SAVE_GB = 1  # that Orbax may have on its way to the disk at once
+_SHOWN = 20
+_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredInfo:
+    """Shape, dtype and chunks of a stored array, and the checksums of its chunks in row-major order."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    checksums: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def checksum(self, place: tuple[int, ...]) -> str:
+        """The checksum of the chunk at a place of the grid."""
+        number = 0
+        for i, count in zip(place, chunks.grid_shape(self.shape, self.chunk), strict=True):
+            number = number * count + i
+        return self.checksums[number * chunks.HEX_DIGITS : (number + 1) * chunks.HEX_DIGITS]
+
+
+# ---- Saving ---------------------------------------------------------------------------------------------------------
+
+
+def save_arrays(
+    folder: epath.PathLike,
+    arrays: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    split_first: frozenset[str] = frozenset(),
+) -> None:
+    """Writes arrays and their manifest. What an earlier, interrupted save left in the way is removed first.
+
+    Call it in every process of a job, with the same names; each writes what its devices hold.
+
+    Args:
+      arrays: NumPy or JAX arrays, sharded or not, by name; a slash in a name makes a level of the Orbax tree.
+      meta: JSON values that are kept in the manifest.
+      split_first: Names of arrays whose entries along the first axis will be read one by one.
+    Raises: ValueError if there is a complete save at this place already.
+    """
+    folder = epath.Path(folder)
+    if is_complete(folder):
+        raise ValueError(f"{folder} already holds saved arrays; give another place, or remove them first")
+    if jax.process_index() == 0:
+        remove_leftovers(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    _barrier(f"{folder} is free")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
+        hashing = executor.submit(_describe_arrays, arrays, split_first, executor)
+        _write_orbax(folder, arrays, split_first)
+        described = hashing.result()
+    parts = [described]
+    if jax.process_count() > 1:
+        parts = _exchange(folder, described)
+    if jax.process_index() == 0:
+        manifest = {
+            "format": _FORMAT,
+            "meta": dict(meta),
+            "arrays": _merge(parts),
+            "files": list_files(folder, with_checksums=True),
+        }
+        write_checked_json(manifest_path(folder), manifest)
+        for process in range(jax.process_count()):
+            _part_path(folder, process).unlink(missing_ok=True)
+    _barrier(f"{folder} is complete")
+
+
+def is_complete(folder: epath.PathLike) -> bool:
+    """Whether a save ended well here. Damage done since is another matter: see `StoredArrays`."""
+    return manifest_path(folder).exists()
+
+
+def manifest_path(folder: epath.PathLike) -> epath.Path:
+    """Where the manifest of a folder lies: beside it."""
+    folder = epath.Path(folder)
+    return folder.parent / (folder.name + MANIFEST)
+
+
+def remove_leftovers(folder: epath.PathLike) -> list[epath.Path]:
+    """Removes what an interrupted save left for this folder. Returns what was removed; [] if the save is complete."""
+    folder = epath.Path(folder)
+    if is_complete(folder) or not folder.parent.exists():
+        return []
+    found = [path for path in folder.parent.iterdir() if _belongs_to(path.name, folder.name)]
+    for path in found:
+        path.rmtree() if path.is_dir() else path.unlink()
+    return found
+
+
+def _belongs_to(name: str, folder: str) -> bool:
+    rest = name.removeprefix(folder)
+    return rest != name and (rest == "" or rest.startswith((MANIFEST, ".orbax-checkpoint-tmp", ".part-")))
+
+
+def _write_orbax(folder, arrays, split_first):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, save_concurrent_gb=_SAVE_GB)
+    args = {
+        name: ocp.SaveArgs(chunk_byte_size=chunks.CHUNK_BYTES, shard_axes=(0,) if name in split_first else ())
+        for name in arrays
+    }
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(_nested(arrays), save_args=_nested(args)))
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        level = tree
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = value
+    return tree
+
+
+def _describe_arrays(arrays, split_first, executor):
+    """Shape, dtype, chunks and checksums of what this process writes."""
+    described = {}
+    for name, array in arrays.items():
+        shards = _own_shards(array)
+        piece = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
+        chunk = chunks.chunk_shape(piece, array.dtype.itemsize, name in split_first)
+        sums = {}
+        for start, values in shards:
+            first = [i // step for i, step in zip(start, chunk, strict=True)]
+            for place, value in chunks.checksums(values, chunk).items():
+                sums[",".join(str(a + b) for a, b in zip(first, place, strict=True))] = value
+        described[name] = {
+            "shape": list(array.shape),
+            "dtype": array.dtype.name,
+            "chunk": list(chunk),
+            "checksums": sums,
+        }
+    return described
+
+
+def _own_shards(array):
+    """Start and values of the parts of an array that this process writes: of copies, the first one."""
+    if not isinstance(array, jax.Array):
+        return [([0] * array.ndim, np.asarray(array))] if jax.process_index() == 0 else []
+    return [
+        ([part.start or 0 for part in shard.index], np.asarray(shard.data))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _merge(parts):
+    merged = {}
+    for name, entry in parts[0].items():
+        sums = {key: value for part in parts for key, value in part[name]["checksums"].items()}
+        ordered = sorted(sums.items(), key=lambda item: tuple(map(int, item[0].split(","))) if item[0] else ())
+        merged[name] = entry | {"checksums": "".join(value for _, value in ordered)}
+        expected = math.prod(chunks.grid_shape(entry["shape"], entry["chunk"]))
+        if len(ordered) != expected:
+            raise CheckpointError(f"{name}: {len(ordered)} of {expected} chunks were written; a process is missing")
+    return merged
+
+
+def _exchange(folder, described):
+    """What every process has written, on process 0; goes through files, for it may be large."""
+    write_checked_json(_part_path(folder, jax.process_index()), described)
+    _barrier(f"{folder} is written")
+    if jax.process_index() != 0:
+        return []
+    return [read_checked_json(_part_path(folder, process)) for process in range(jax.process_count())]
+
+
+def _part_path(folder, process):
+    return folder.parent / f"{folder.name}.part-{process}"
+
+
+def _barrier(name):
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+# ---- Reading --------------------------------------------------------------------------------------------------------
+
+
+class StoredArrays:
+    """Arrays that `save_arrays` wrote, read in parts, each chunk checked against its checksum.
+
+    Opening looks at the manifest, at every file's size, and at the checksums of the small files. Reading from
+    several threads is safe.
+
+    Attributes:
+      arrays: What is stored, by name.
+      meta: The JSON values that were saved along.
+      bytes_read: Bytes read so far, whole chunks.
+    """
+
+    def __init__(self, folder: epath.PathLike, verify: Verify = "full", label: str = ""):
+        """Opens a save.
+
+        Args:
+          verify: Check every chunk that is read, one in sixteen, or none.
+          label: Stands before names in messages, such as the layer's.
+        Raises: CheckpointError, with everything that is wrong.
+        """
+        if verify not in ("full", "sampled", "off"):
+            raise ValueError(f"verify={verify!r}; allowed: 'full', 'sampled', 'off'")
+        self.folder, self.verify, self.label = epath.Path(folder), verify, label or epath.Path(folder).name
+        if not is_complete(self.folder):
+            raise CheckpointError(
+                f"{self.folder} is not a complete save: {manifest_path(self.folder).name} is not there. It was "
+                "interrupted, or copied in part; write or copy it again"
+            )
+        manifest = read_checked_json(manifest_path(self.folder))
+        if manifest.get("format") != _FORMAT:
+            raise CheckpointError(f"{self.folder}: format {manifest.get('format')!r}, this version reads {_FORMAT!r}")
+        self.meta: dict[str, Any] = manifest["meta"]
+        self._files: dict[str, list] = manifest["files"]
+        self.arrays = {name: _info(entry) for name, entry in manifest["arrays"].items()}
+        self.bytes_read = 0
+        self._check_files(contents="small" if verify == "full" else "none")
+        self._stores: dict[str, tensorstore.TensorStore] = {}
+
+    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+        """Reads a part of an array: whole chunks are fetched and checked, and what was asked is cut out.
+
+        Args:
+          index: Integers, or slices of step 1, for leading axes; as in NumPy, an integer drops its axis.
+        Raises:
+          KeyError: No such array.
+          CheckpointError: Names the array whose bytes are not those that were saved, or cannot be read.
+        """
+        if name not in self.arrays:
+            raise KeyError(f"no array {name!r} in {self.folder}; its {len(self.arrays)} names are in `arrays`")
+        info = self.arrays[name]
+        box = _box(index, info.shape)
+        if any(part.start >= part.stop for part in box):
+            return np.empty([part.stop - part.start for part in box], info.dtype)[_drop(index)]
+        outer = box if self.verify == "off" else chunks.whole_chunks(box, info.shape, info.chunk)
+        try:
+            values = self._open(name, info)[outer].read().result()
+        except CheckpointError:
+            raise
+        except Exception as error:  # TensorStore's errors have no class of their own
+            raise CheckpointError(f"{self.label}: {name} cannot be read; restore it from a copy: {error}") from error
+        self.bytes_read += values.nbytes
+        self._check(name, info, values, outer)
+        inner = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+        return values[inner][_drop(index)]
+
+    def check_everything(self) -> None:
+        """Compares every byte of every file with the manifest. Raises: CheckpointError that names what is damaged."""
+        self._check_files(contents="all")
+
+    def _open(self, name, info):
+        if name not in self._stores:
+            base = kvstore_url(self.folder)
+            spec = {
+                "driver": "zarr",
+                "kvstore": {"driver": "ocdbt", "base": base, "path": name.replace("/", ".") + "/"},
+                "recheck_cached_data": False,
+                "fill_missing_data_reads": False,
+            }
+            store = tensorstore.open(spec, read=True, open=True, context=_context()).result()
+            found = (tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
+            if found != (info.shape, info.dtype):
+                raise CheckpointError(
+                    f"{self.label}: {name} is {found[1]} {list(found[0])}; saved was {info.dtype} {list(info.shape)}. "
+                    "Folder and manifest do not belong together"
+                )
+            self._stores[name] = store
+        return self._stores[name]
+
+    def _check(self, name, info, values, box):
+        if self.verify == "off":
+            return
+        places = list(chunks.places_in(box, info.chunk))
+        if self.verify == "sampled":
+            places = [place for place in places if random.random() < _SAMPLED]
+        first = tuple(part.start // step for part, step in zip(box, info.chunk, strict=True))
+
+        def damaged(place):
+            inside = tuple(a - b for a, b in zip(place, first, strict=True))
+            return chunks.checksum(chunks.chunk_of(values, inside, info.chunk)) != info.checksum(place)
+
+        many = len(places) > 1 and values.nbytes > chunks.CHUNK_BYTES
+        wrong = [p for p, bad in zip(places, (_hashers().map if many else map)(damaged, places), strict=True) if bad]
+        if wrong:
+            raise CheckpointError(
+                f"{self.label}: {name} is damaged: {len(wrong)} of {len(places)} chunks read differ from their "
+                f"checksums, the first at {list(wrong[0])} in chunks of {list(info.chunk)}. Restore {self.folder} from "
+                "a copy, or convert it again",
+                tuple(f"{self.label}: {name}: chunk {list(place)}" for place in wrong),
+            )
+
+    def _check_files(self, contents: Literal["none", "small", "all"]) -> None:
+        problems = []
+        found = list_files(self.folder, with_checksums=False)
+        for name in sorted(found.keys() | self._files.keys()):
+            if name not in found:
+                problems.append(f"{name} is not there")
+            elif name not in self._files:
+                problems.append(f"{name} is there and was not saved")
+            elif found[name][0] != self._files[name][0]:
+                problems.append(f"{name} has {found[name][0]:,} bytes, saved were {self._files[name][0]:,}")
+            elif self._is_checked(name, contents) and file_checksum(self.folder / name) != self._files[name][1]:
+                problems.append(f"{name} is damaged: its bytes differ from those saved")
+        if problems:
+            shown = problems[:_SHOWN] + ([f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
+            raise CheckpointError(
+                f"{self.label}: the files of {self.folder} are not those that were saved; restore it from a copy:\n  "
+                + "\n  ".join(shown),
+                tuple(f"{self.label}: {problem}" for problem in problems),
+            )
+
+    @staticmethod
+    def _is_checked(name, contents):
+        in_data_folder = name.split("/")[-2:-1] == ["d"]
+        return contents == "all" or (contents == "small" and not in_data_folder)
+
+
+def _info(entry):
+    dtype = _DTYPES.get(entry["dtype"]) or np.dtype(entry["dtype"])
+    return StoredInfo(tuple(entry["shape"]), dtype, tuple(entry["chunk"]), entry["checksums"])
+
+
+def _box(index, shape) -> chunks.Box:
+    if len(index) > len(shape):
+        raise IndexError(f"{len(index)} indices for an array of shape {list(shape)}")
+    box = []
+    for part, size in zip(index, shape, strict=False):
+        start, stop, step = part.indices(size) if isinstance(part, slice) else (part, part + 1, 1)
+        if step != 1 or not 0 <= start <= size or stop > size:
+            raise IndexError(f"index {part} for an axis of {size}; allowed: 0..{size - 1}, or slices of step 1")
+        box.append(slice(start, max(start, stop)))
+    return (*box, *(slice(0, size) for size in shape[len(index) :]))
+
+
+def _drop(index):
+    return tuple(slice(None) if isinstance(part, slice) else 0 for part in index)
+
+
+@functools.cache
+def _hashers():
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+
+
+@functools.cache
+def _context():
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 * 2**20}})

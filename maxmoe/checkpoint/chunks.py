@@ -1,0 +1,78 @@
+"""The chunks in which an array is stored, and their checksums.
+
+A checksum is the 64-bit XXH3 of a chunk's bytes in row-major, little-endian order: it finds damage, not forgery.
+Source: https://xxhash.com, through the package `xxhash`.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+import xxhash
+
+CHUNK_BYTES = 8 * 2**20  # the most that one chunk holds
+HEX_DIGITS = 16  # of one checksum
+
+Box = tuple[slice, ...]  # one slice per axis, with start and stop, step 1
+
+
+def chunk_shape(shape: Sequence[int], itemsize: int, split_first: bool = False) -> tuple[int, ...]:
+    """The shape of an array's chunks: the longest axis goes to its next smaller divisor until a chunk is small enough.
+
+    Orbax picks the same shape when it is given `CHUNK_BYTES`, so that a chunk with a checksum is a stored one.
+
+    Args:
+      shape: Of what one process writes of the array in one piece: all of it, or one device's shard.
+      split_first: Whether each entry of the first axis, such as one expert, has chunks of its own.
+    """
+    chunk = [max(1, size) for size in shape]
+    divisors = [_divisors(size) for size in chunk]
+    if split_first:
+        chunk[0] = 1
+    while math.prod(chunk) * itemsize > CHUNK_BYTES:
+        axis = max(range(len(chunk)), key=lambda i: chunk[i])
+        chunk[axis] = max(divisor for divisor in divisors[axis] if divisor < chunk[axis])
+    return tuple(chunk)
+
+
+def _divisors(size: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(size) + 1) if size % i == 0]
+    return sorted({*small, *(size // i for i in small)})
+
+
+def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
+    """Chunks along each axis; a scalar has one chunk, an axis of length 0 none."""
+    return tuple(-(-size // step) for size, step in zip(shape, chunk, strict=True))
+
+
+def whole_chunks(box: Box, shape: Sequence[int], chunk: Sequence[int]) -> Box:
+    """The smallest box of whole chunks around `box`."""
+    return tuple(
+        slice(part.start // step * step, min(size, -(-part.stop // step) * step))
+        for part, size, step in zip(box, shape, chunk, strict=True)
+    )
+
+
+def checksums(array: np.ndarray, chunk: Sequence[int], executor: Executor | None = None) -> dict[tuple[int, ...], str]:
+    """The checksum of every chunk of an array, by its place in the array's grid of chunks."""
+    places = list(itertools.product(*map(range, grid_shape(array.shape, chunk))))
+    run = map if executor is None else executor.map
+    return dict(zip(places, run(lambda place: checksum(chunk_of(array, place, chunk)), places), strict=True))
+
+
+def chunk_of(array: np.ndarray, place: Sequence[int], chunk: Sequence[int]) -> np.ndarray:
+    """One chunk of an array, as a view."""
+    return array[tuple(slice(i * step, (i + 1) * step) for i, step in zip(place, chunk, strict=True))]
+
+
+def checksum(array: np.ndarray) -> str:
+    """The checksum of one chunk, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def places_in(box: Box, chunk: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Places of the chunks in a box of whole chunks."""
+    ranges = (range(part.start // step, -(-part.stop // step)) for part, step in zip(box, chunk, strict=True))
+    return itertools.product(*ranges)

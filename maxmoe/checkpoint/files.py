@@ -1,0 +1,69 @@
+"""Files of a checkpoint: where they lie, how long they are, and JSON that notices when it is damaged."""
+
+import json
+import os
+import secrets
+from typing import Any
+
+import xxhash
+from etils import epath
+
+from maxmoe.checkpoint.safetensors_header import CheckpointError
+
+_BLOCK_BYTES = 8 * 2**20
+
+
+def kvstore_url(folder: epath.Path) -> str:
+    """A folder as TensorStore names it."""
+    text = os.fspath(folder)
+    return (text if "://" in text else "file://" + os.path.abspath(text)).rstrip("/") + "/"
+
+
+def list_files(folder: epath.Path, *, with_checksums: bool) -> dict[str, list]:
+    """[bytes, checksum or None] of every file under a folder, by relative path."""
+    files = {}
+    pending = [(folder, "")]
+    while pending:
+        current, prefix = pending.pop()
+        for path in current.iterdir() if current.exists() else ():
+            name = prefix + path.name
+            if path.is_dir():
+                pending.append((path, name + "/"))
+            else:
+                files[name] = [path.stat().length, file_checksum(path) if with_checksums else None]
+    return dict(sorted(files.items()))
+
+
+def file_checksum(path: epath.Path) -> str:
+    """The 64-bit XXH3 of a file, in hexadecimal."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_checked_json(path: epath.Path, value: Any) -> None:
+    """Writes JSON with a checksum of its own, whole or not at all."""
+    body = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    text = json.dumps({"checksum": xxhash.xxh3_64_hexdigest(body.encode()), "body": body})
+    if "://" in os.fspath(path):
+        path.write_text(text)  # one request: an object appears whole
+        return
+    temporary = path.parent / f"{path.name}.{secrets.token_hex(4)}.tmp"
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_checked_json(path: epath.Path) -> Any:
+    """Reads what `write_checked_json` wrote. Raises: CheckpointError if it is damaged."""
+    try:
+        outer = json.loads(path.read_text())
+        if xxhash.xxh3_64_hexdigest(outer["body"].encode()) == outer["checksum"]:
+            return json.loads(outer["body"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise CheckpointError(f"{path} is damaged: it does not match its own checksum; restore it from a copy")
