@@ -18,6 +18,7 @@ _HOMES = {
     "load_config": "maxmoe.config",
     "load_params": "maxmoe.checkpoint.store",
     "load_tokenizer": "maxmoe.chat.tokenizer",
+    "make_mesh": "maxmoe.sharding",
     "prefill": "maxmoe.inference.steps",
 }
 

@@ -3,6 +3,7 @@
 Modules call `declare`; abstract trees, counts and bytes all come from tracing the module, without an array.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,8 +67,9 @@ def count_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nn.unbox(tree)))
 
 
+@functools.lru_cache(maxsize=16)
 def abstract_params(model: nn.Module) -> Any:
-    """Shapes and dtypes of every weight, boxed with its logical axes; no array is made."""
+    """Shapes and dtypes of every weight, boxed with its logical axes; no array is made. Do not change the tree."""
     one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)), one_token)["params"]
 

@@ -21,7 +21,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.", lower_bound=0)
 def write_demo_checkpoint(folder: Path, seed: int) -> None:
     """Writes config.json and model.safetensors; what stood there is replaced only once both are complete."""
     from maxmoe.checkpoint.hf_names import publish
-    from maxmoe.checkpoint.safetensors_io import write_checkpoint
+    from maxmoe.checkpoint.safetensors_writer import write_checkpoint
     from maxmoe.config import load_config
     from maxmoe.model.transformer import Transformer
     from maxmoe.params import init_params

@@ -13,11 +13,12 @@ import functools
 import math
 import os
 import random
+import re
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -25,7 +26,14 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxmoe.checkpoint import chunks
-from maxmoe.checkpoint.files import file_checksum, kvstore_url, list_files, read_checked_json, write_checked_json
+from maxmoe.checkpoint.files import (
+    absolute_path,
+    file_checksum,
+    kvstore_url,
+    list_files,
+    read_checked_json,
+    write_checked_json,
+)
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 
 MANIFEST = ".manifest.json"
@@ -35,7 +43,9 @@ _FORMAT = "maxmoe arrays 1"
 _SAMPLED = 1 / 16  # of the chunks
 _SAVE_GB = 1  # that Orbax may have on its way to the disk at once
 _SHOWN = 20
-_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_RANDOM = random.Random()  # of its own: a program's seed and draws stay as they are
+_NODE_CACHE_BYTES = 16 * 2**20  # for the nodes of a folder's index; array data is not cached
+_LEFTOVER = re.compile(r"(|\.orbax-checkpoint-tmp.*|\.part-\d+(\.\w+\.tmp)?|\.manifest\.json\.\w+\.tmp)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +87,19 @@ def save_arrays(
       arrays: NumPy or JAX arrays, sharded or not, by name; a slash in a name makes a level of the Orbax tree.
       meta: JSON values that are kept in the manifest.
       split_first: Names of arrays whose entries along the first axis will be read one by one.
-    Raises: ValueError if there is a complete save at this place already.
+    Raises: ValueError if there is a complete save at this place already, or an array that cannot be saved.
     """
-    folder = epath.Path(folder)
+    folder = absolute_path(folder)
+    arrays = {name: array if isinstance(array, jax.Array) else np.asarray(array) for name, array in arrays.items()}
+    _check_savable(arrays)
     if is_complete(folder):
         raise ValueError(f"{folder} already holds saved arrays; give another place, or remove them first")
     if jax.process_index() == 0:
         remove_leftovers(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
     _barrier(f"{folder} is free")
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
-        hashing = executor.submit(_describe_arrays, arrays, split_first, executor)
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        hashing = executor.submit(_describe_arrays, arrays, split_first)
         _write_orbax(folder, arrays, split_first)
         described = hashing.result()
     parts = [described]
@@ -98,11 +110,11 @@ def save_arrays(
             "format": _FORMAT,
             "meta": dict(meta),
             "arrays": _merge(parts),
-            "files": list_files(folder, with_checksums=True),
+            "files": list_files(folder, with_checksums=True, executor=_hashers()),
         }
-        write_checked_json(manifest_path(folder), manifest)
         for process in range(jax.process_count()):
             _part_path(folder, process).unlink(missing_ok=True)
+        write_checked_json(manifest_path(folder), manifest)
     _barrier(f"{folder} is complete")
 
 
@@ -113,13 +125,13 @@ def is_complete(folder: epath.PathLike) -> bool:
 
 def manifest_path(folder: epath.PathLike) -> epath.Path:
     """Where the manifest of a folder lies: beside it."""
-    folder = epath.Path(folder)
+    folder = absolute_path(folder)
     return folder.parent / (folder.name + MANIFEST)
 
 
 def remove_leftovers(folder: epath.PathLike) -> list[epath.Path]:
     """Removes what an interrupted save left for this folder. Returns what was removed; [] if the save is complete."""
-    folder = epath.Path(folder)
+    folder = absolute_path(folder)
     if is_complete(folder) or not folder.parent.exists():
         return []
     found = [path for path in folder.parent.iterdir() if _belongs_to(path.name, folder.name)]
@@ -129,12 +141,40 @@ def remove_leftovers(folder: epath.PathLike) -> list[epath.Path]:
 
 
 def _belongs_to(name: str, folder: str) -> bool:
-    rest = name.removeprefix(folder)
-    return rest != name and (rest == "" or rest.startswith((MANIFEST, ".orbax-checkpoint-tmp", ".part-")))
+    return name.startswith(folder) and _LEFTOVER.fullmatch(name[len(folder) :]) is not None
+
+
+def _check_savable(arrays):
+    if not arrays:
+        raise ValueError("no arrays were given; a save holds at least one")
+    stored: dict[str, str] = {}
+    for name, array in arrays.items():
+        if not all(name.split("/")):
+            raise ValueError(f"array name {name!r} has an empty part; allowed: words with single slashes between them")
+        if array.size == 0:
+            raise ValueError(f"{name}: shape {list(array.shape)} holds no values; Orbax cannot save it, leave it out")
+        if not np.dtype(array.dtype).isnative:
+            raise ValueError(f"{name}: {array.dtype.str} is not in this machine's byte order; convert it with astype")
+        above = [name[:i] for i, letter in enumerate(name) if letter == "/" and name[:i] in arrays]
+        for other in [stored.setdefault(_stored_name(name), name), *above]:
+            if other != name:
+                raise ValueError(f"arrays {other!r} and {name!r} would lie in the same place; rename one of them")
+
+
+def _stored_name(name):
+    return name.replace("/", ".")
 
 
 def _write_orbax(folder, arrays, split_first):
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, save_concurrent_gb=_SAVE_GB)
+    # Of copies only the first is written, whatever the platform, or Orbax would cut them into smaller chunks; and NumPy
+    # arrays are not copied first, as nobody changes them before the save returns.
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
+    )
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_compression=False, save_concurrent_gb=_SAVE_GB, type_handler_registry=registry
+    )
     args = {
         name: ocp.SaveArgs(chunk_byte_size=chunks.CHUNK_BYTES, shard_axes=(0,) if name in split_first else ())
         for name in arrays
@@ -154,17 +194,17 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _describe_arrays(arrays, split_first, executor):
+def _describe_arrays(arrays, split_first):
     """Shape, dtype, chunks and checksums of what this process writes."""
     described = {}
     for name, array in arrays.items():
         shards = _own_shards(array)
         piece = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
-        chunk = chunks.chunk_shape(piece, array.dtype.itemsize, name in split_first)
+        chunk = chunks.chunk_shape(piece, array.dtype.itemsize, name in split_first, array.shape)
         sums = {}
         for start, values in shards:
             first = [i // step for i, step in zip(start, chunk, strict=True)]
-            for place, value in chunks.checksums(values, chunk).items():
+            for place, value in chunks.checksums(values, chunk, _hashers()).items():
                 sums[",".join(str(a + b) for a, b in zip(first, place, strict=True))] = value
         described[name] = {
             "shape": list(array.shape),
@@ -223,7 +263,7 @@ class StoredArrays:
     """Arrays that `save_arrays` wrote, read in parts, each chunk checked against its checksum.
 
     Opening looks at the manifest, at every file's size, and at the checksums of the small files. Reading from
-    several threads is safe.
+    several threads is safe. Array data is not cached: what is read comes from the files.
 
     Attributes:
       arrays: What is stored, by name.
@@ -241,7 +281,8 @@ class StoredArrays:
         """
         if verify not in ("full", "sampled", "off"):
             raise ValueError(f"verify={verify!r}; allowed: 'full', 'sampled', 'off'")
-        self.folder, self.verify, self.label = epath.Path(folder), verify, label or epath.Path(folder).name
+        self.folder, self.verify = absolute_path(folder), verify
+        self.label = label or self.folder.name
         if not is_complete(self.folder):
             raise CheckpointError(
                 f"{self.folder} is not a complete save: {manifest_path(self.folder).name} is not there. It was "
@@ -254,8 +295,12 @@ class StoredArrays:
         self._files: dict[str, list] = manifest["files"]
         self.arrays = {name: _info(entry) for name, entry in manifest["arrays"].items()}
         self.bytes_read = 0
+        self._lock = threading.Lock()
         self._check_files(contents="small" if verify == "full" else "none")
         self._stores: dict[str, tensorstore.TensorStore] = {}
+        self._context = tensorstore.Context(
+            {"cache_pool": {"total_bytes_limit": _NODE_CACHE_BYTES}, "cache_pool#data": {"total_bytes_limit": 0}}
+        )
 
     def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         """Reads a part of an array: whole chunks are fetched and checked, and what was asked is cut out.
@@ -279,10 +324,13 @@ class StoredArrays:
             raise
         except Exception as error:  # TensorStore's errors have no class of their own
             raise CheckpointError(f"{self.label}: {name} cannot be read; restore it from a copy: {error}") from error
-        self.bytes_read += values.nbytes
+        with self._lock:
+            self.bytes_read += values.nbytes
         self._check(name, info, values, outer)
         inner = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
-        return values[inner][_drop(index)]
+        asked = np.asarray(values[inner][_drop(index)])
+        # A small part must not keep whole chunks in memory.
+        return asked if 2 * asked.nbytes > values.nbytes else asked.copy()
 
     def check_everything(self) -> None:
         """Compares every byte of every file with the manifest. Raises: CheckpointError that names what is damaged."""
@@ -293,11 +341,11 @@ class StoredArrays:
             base = kvstore_url(self.folder)
             spec = {
                 "driver": "zarr",
-                "kvstore": {"driver": "ocdbt", "base": base, "path": name.replace("/", ".") + "/"},
-                "recheck_cached_data": False,
+                "kvstore": {"driver": "ocdbt", "base": base, "path": _stored_name(name) + "/"},
+                "cache_pool": "cache_pool#data",
                 "fill_missing_data_reads": False,
             }
-            store = tensorstore.open(spec, read=True, open=True, context=_context()).result()
+            store = tensorstore.open(spec, read=True, open=True, context=self._context).result()
             found = (tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
             if found != (info.shape, info.dtype):
                 raise CheckpointError(
@@ -312,7 +360,7 @@ class StoredArrays:
             return
         places = list(chunks.places_in(box, info.chunk))
         if self.verify == "sampled":
-            places = [place for place in places if random.random() < _SAMPLED]
+            places = [place for place in places if _RANDOM.random() < _SAMPLED]
         first = tuple(part.start // step for part, step in zip(box, info.chunk, strict=True))
 
         def damaged(place):
@@ -332,6 +380,12 @@ class StoredArrays:
     def _check_files(self, contents: Literal["none", "small", "all"]) -> None:
         problems = []
         found = list_files(self.folder, with_checksums=False)
+        checked = [
+            name
+            for name, (num_bytes, _) in found.items()
+            if self._is_checked(name, contents) and num_bytes == self._files.get(name, [None])[0]
+        ]
+        sums = dict(zip(checked, _hashers().map(lambda name: file_checksum(self.folder / name), checked), strict=True))
         for name in sorted(found.keys() | self._files.keys()):
             if name not in found:
                 problems.append(f"{name} is not there")
@@ -339,7 +393,7 @@ class StoredArrays:
                 problems.append(f"{name} is there and was not saved")
             elif found[name][0] != self._files[name][0]:
                 problems.append(f"{name} has {found[name][0]:,} bytes, saved were {self._files[name][0]:,}")
-            elif self._is_checked(name, contents) and file_checksum(self.folder / name) != self._files[name][1]:
+            elif name in sums and sums[name] != self._files[name][1]:
                 problems.append(f"{name} is damaged: its bytes differ from those saved")
         if problems:
             shown = problems[:_SHOWN] + ([f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
@@ -356,8 +410,7 @@ class StoredArrays:
 
 
 def _info(entry):
-    dtype = _DTYPES.get(entry["dtype"]) or np.dtype(entry["dtype"])
-    return StoredInfo(tuple(entry["shape"]), dtype, tuple(entry["chunk"]), entry["checksums"])
+    return StoredInfo(tuple(entry["shape"]), np.dtype(entry["dtype"]), tuple(entry["chunk"]), entry["checksums"])
 
 
 def _box(index, shape) -> chunks.Box:
@@ -379,8 +432,3 @@ def _drop(index):
 @functools.cache
 def _hashers():
     return concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-
-
-@functools.cache
-def _context():
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 * 2**20}})

@@ -18,21 +18,27 @@ HEX_DIGITS = 16  # of one checksum
 Box = tuple[slice, ...]  # one slice per axis, with start and stop, step 1
 
 
-def chunk_shape(shape: Sequence[int], itemsize: int, split_first: bool = False) -> tuple[int, ...]:
+def chunk_shape(
+    shape: Sequence[int], itemsize: int, split_first: bool = False, whole: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The shape of an array's chunks: the longest axis goes to its next smaller divisor until a chunk is small enough.
 
-    Orbax picks the same shape when it is given `CHUNK_BYTES`, so that a chunk with a checksum is a stored one.
+    Axes that are split already, between devices or by `split_first`, come first. Orbax picks the same shape when it
+    is given `CHUNK_BYTES`, so that a chunk with a checksum is a stored one.
 
     Args:
       shape: Of what one process writes of the array in one piece: all of it, or one device's shard.
       split_first: Whether each entry of the first axis, such as one expert, has chunks of its own.
+      whole: The array's shape, if that is another one.
     """
     chunk = [max(1, size) for size in shape]
     divisors = [_divisors(size) for size in chunk]
     if split_first:
         chunk[0] = 1
+    split = [i for i, (size, all_of_it) in enumerate(zip(shape, whole or shape, strict=True)) if size != all_of_it]
     while math.prod(chunk) * itemsize > CHUNK_BYTES:
-        axis = max(range(len(chunk)), key=lambda i: chunk[i])
+        axes = [i for i in split if chunk[i] > 1] or range(len(chunk))
+        axis = max(axes, key=lambda i: chunk[i])
         chunk[axis] = max(divisor for divisor in divisors[axis] if divisor < chunk[axis])
     return tuple(chunk)
 

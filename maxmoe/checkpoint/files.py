@@ -3,6 +3,8 @@
 import json
 import os
 import secrets
+import urllib.parse
+from concurrent.futures import Executor
 from typing import Any
 
 import xxhash
@@ -13,14 +15,20 @@ from maxmoe.checkpoint.safetensors_header import CheckpointError
 _BLOCK_BYTES = 8 * 2**20
 
 
+def absolute_path(path: epath.PathLike) -> epath.Path:
+    """A path that does not depend on the working folder. A bucket's address stays as it is."""
+    text = os.fspath(path)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
 def kvstore_url(folder: epath.Path) -> str:
-    """A folder as TensorStore names it."""
-    text = os.fspath(folder)
-    return (text if "://" in text else "file://" + os.path.abspath(text)).rstrip("/") + "/"
+    """A folder as TensorStore names it: characters that mean something in a URL are escaped."""
+    scheme, _, rest = os.fspath(absolute_path(folder)).rpartition("://")
+    return f"{scheme or 'file'}://{urllib.parse.quote(rest)}".rstrip("/") + "/"
 
 
-def list_files(folder: epath.Path, *, with_checksums: bool) -> dict[str, list]:
-    """[bytes, checksum or None] of every file under a folder, by relative path."""
+def list_files(folder: epath.Path, *, with_checksums: bool, executor: Executor | None = None) -> dict[str, list]:
+    """[bytes, checksum or None] of every file under a folder, by relative path. The executor's threads hash."""
     files = {}
     pending = [(folder, "")]
     while pending:
@@ -30,7 +38,11 @@ def list_files(folder: epath.Path, *, with_checksums: bool) -> dict[str, list]:
             if path.is_dir():
                 pending.append((path, name + "/"))
             else:
-                files[name] = [path.stat().length, file_checksum(path) if with_checksums else None]
+                files[name] = [path.stat().length, None]
+    if with_checksums:
+        run = map if executor is None else executor.map
+        for name, checksum in zip(files, run(lambda name: file_checksum(folder / name), files), strict=True):
+            files[name][1] = checksum
     return dict(sorted(files.items()))
 
 

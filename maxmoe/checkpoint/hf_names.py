@@ -23,6 +23,9 @@ from maxmoe.params import abstract_params
 PREFIX = "language_model."  # stands before every text tensor of the published file; other files may lack it
 A_LOG_LENGTH = 128  # per head, padded with zeros; only the model's heads are read
 
+TOP_GROUP = "top"  # the group of the weights that belong to no layer
+EXPERTS = "experts/"  # stands before a layer's weights with one entry per expert
+
 _TOP = {
     "embedding": "model.embed_tokens.weight",
     "lm_head": "lm_head.weight",
@@ -103,17 +106,27 @@ _DTYPE_NAMES = {"bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One published tensor and the part of a weight that it fills.
+    """One published tensor, and where it lies in the parameter tree and in a stored group of weights.
 
-    `name` lacks the prefix; `shape` and `dtypes` are those the file may have, the usual dtype first;
-    `path` and `index` say which weight, and which entry of its leading axes.
+    `name` lacks the prefix; `shape` and `dtypes` are those the file may have, the usual dtype first.
+    In the tree it is the entry `stack_index + inner` of the weight at `path`, whose leading axes may stack layers;
+    in storage the entry `inner` (an expert's number, or nothing) of the weight called `weight` of `group`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     path: tuple[str, ...]
-    index: tuple[int, ...]
+    stack_index: tuple[int, ...]
+    inner: tuple[int, ...]
+    group: str
+    weight: str
+    entry_shape: tuple[int, ...]  # of what it fills; has as many elements as `shape`, padding aside
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Which entry of the leading axes of the weight in the tree."""
+        return self.stack_index + self.inner
 
     @property
     def optional(self) -> bool:
@@ -142,15 +155,18 @@ def published_pieces(model: Transformer) -> Iterator[Piece]:
 def _leaf_pieces(path: tuple[str, ...], leaf: Any, plans: tuple[StackPlan, ...]) -> Iterator[Piece]:
     dtypes = (_DTYPE_NAMES[leaf.dtype.name],)
     if path[0] in _TOP:
-        yield Piece(_TOP[path[0]], _published_shape(path, leaf.shape), dtypes, path, ())
+        shape = _published_shape(path, leaf.shape)
+        yield Piece(_TOP[path[0]], shape, dtypes, path, (), (), TOP_GROUP, path[0], leaf.shape)
         return
     plan = plans[_number(path[0])]
     place = _number(path[1] if path[1].startswith("experts_") else path[2])
     if path[1].startswith("experts_"):
-        for index in itertools.product(*map(range, leaf.shape[:2])):
-            layer = plan.first + index[0] * plan.size + place
-            name = f"model.layers.{layer}.block_sparse_moe.experts.{index[1]}.{_EXPERT[path[2]]}"
-            yield Piece(name, leaf.shape[2:], dtypes, path, index)
+        for i, expert in itertools.product(*map(range, leaf.shape[:2])):
+            layer = plan.first + i * plan.size + place
+            name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{_EXPERT[path[2]]}"
+            weight = EXPERTS + path[2]
+            shape = leaf.shape[2:]
+            yield Piece(name, shape, dtypes, path, (i,), (expert,), layer_group(layer), weight, shape)
         return
     kind, relative = plan.layers[place], "/".join(path[3:])
     suffix = (_LAYER | _MIXERS[kind.mixer] | _FFNS[kind.ffn])[relative]
@@ -159,8 +175,24 @@ def _leaf_pieces(path: tuple[str, ...], leaf: Any, plans: tuple[StackPlan, ...])
     scanned = path[1] == "scanned"
     for i in range(plan.count) if scanned else (_number(path[1]),):
         shape = leaf.shape[1:] if scanned else leaf.shape
-        name = f"model.layers.{plan.first + i * plan.size + place}.{suffix}"
-        yield Piece(name, _published_shape(path, shape), dtypes, path, (i,) if scanned else ())
+        layer = plan.first + i * plan.size + place
+        stack_index = (i,) if scanned else ()
+        yield Piece(
+            name=f"model.layers.{layer}.{suffix}",
+            shape=_published_shape(path, shape),
+            dtypes=dtypes,
+            path=path,
+            stack_index=stack_index,
+            inner=(),
+            group=layer_group(layer),
+            weight=relative,
+            entry_shape=shape,
+        )
+
+
+def layer_group(layer: int) -> str:
+    """The group in which a layer's weights are stored; layers count from 0."""
+    return f"layer_{layer:03d}"
 
 
 def _number(part: str) -> int:
@@ -198,6 +230,7 @@ def publish(params: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 # ---- Vision: named and counted; the tower itself is not built yet -----------------------------------------------
 
+VISION_GROUP = "vision"  # the group in which a converted checkpoint keeps them, under their published names
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 

@@ -1,57 +1,118 @@
 """Loads the weights of a checkpoint folder into a parameter tree: all of them, checked, or none."""
 
+import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from maxmoe.checkpoint.hf_names import PREFIX, VISION_PREFIXES, Piece, published_pieces, vision_tensors
+from maxmoe.checkpoint.array_store import Verify
+from maxmoe.checkpoint.hf_names import (
+    PREFIX,
+    VISION_GROUP,
+    VISION_PREFIXES,
+    Piece,
+    published_pieces,
+    vision_tensors,
+)
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, TensorInfo, numpy_dtype
+from maxmoe.checkpoint.sources import OrbaxSource, SafetensorsSource, is_orbax
 from maxmoe.config import ModelConfig, load_config
 from maxmoe.model.transformer import Transformer
 from maxmoe.params import abstract_params
+from maxmoe.sharding import weight_sharding
 
-_NAN_SCALE = 255
+_LOADERS = 2  # weights that are read at once
 _SHOWN = 20  # problems of one kind that a message lists
 
 
 def load_params(
-    folder: str | os.PathLike, model: Transformer, mesh: jax.sharding.Mesh | None = None, dtype: Any = None
+    folder: str | os.PathLike,
+    model: Transformer,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: Any = None,
+    *,
+    verify: Verify = "full",
 ) -> dict[str, Any]:
-    """Loads every weight of the text model from a Hugging Face folder of safetensors files.
+    """Loads every weight of the text model from a checkpoint folder, published or converted, told apart by content.
+
+    On a mesh, each process reads only the bytes that its devices hold, whatever mesh the checkpoint was saved from.
 
     Args:
-      folder: One `model.safetensors`, or shards with their index.
-      mesh: Not supported yet; must be None.
+      folder: A published folder of safetensors, one `model.safetensors` or shards with their index; or an Orbax
+        checkpoint that `maxmoe.checkpoint.convert` or `save_params` wrote.
+      mesh: From `make_mesh`; None loads onto the default device.
       dtype: What the file's BF16 weights become, e.g. `jnp.float32`; it also decides the dtype of activations.
         None keeps BF16. MXFP4 experts stay packed, and F32 weights stay F32, whatever is asked.
-    Returns: The parameter tree, `model.apply({"params": ...})`, on the default device.
+      verify: Of an Orbax checkpoint: compare every chunk that is read with its checksum, one in sixteen, or none.
+        Published folders have no checksums.
+    Returns: The parameter tree, `model.apply({"params": ...})`.
     Raises: CheckpointError, a ValueError, that lists everything wrong: a tensor that is missing, unknown, of
       another shape or dtype, an expert without its scale, a scale that means NaN, a file that is damaged or not
       there. Nothing is filled in; the one tensor that may be absent is the offset of an indexer's key norm.
     """
-    if mesh is not None:
-        raise NotImplementedError("load_params: loading onto a mesh is not supported yet; pass mesh=None")
     dtype = None if dtype is None else jnp.dtype(dtype)
     if dtype not in (None, jnp.float32, jnp.bfloat16):
         raise ValueError(f"load_params: dtype={dtype} is not a weight type; use float32, bfloat16 or None")
-    folder = Path(folder)
+    began = time.perf_counter()
+    with open_source(folder, model, verify) as source:
+        params = _Loader(source, model, mesh, dtype).load()
+        seconds = time.perf_counter() - began
+        read = source.bytes_read
+    logging.info("%s: read %.2f GB in %.1f s, %.2f GB/s", folder, read / 1e9, seconds, read / 1e9 / seconds)
+    return params
+
+
+@contextlib.contextmanager
+def open_source(
+    folder: str | os.PathLike, model: Transformer, verify: Verify = "full"
+) -> Iterator[SafetensorsSource | OrbaxSource]:
+    """Opens a checkpoint folder whose weights have been compared with what a model needs.
+
+    Raises: CheckpointError that lists every disagreement.
+    """
     _warn_if_config_differs(folder, model.config)
+    pieces = list(published_pieces(model))
+    if is_orbax(folder):
+        source = OrbaxSource(folder, verify)
+        match_stored(pieces, source)
+        yield source
+        return
     with CheckpointReader(folder) as reader:
-        pieces = list(published_pieces(model))
-        names = _match(pieces, reader.tensors, model.config, folder)
-        return _read(pieces, names, reader, model, dtype)
+        yield SafetensorsSource(reader, pieces, match(pieces, reader.tensors, model.config, Path(folder)))
 
 
-def _match(pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: Path) -> dict[str, str]:
+def match_stored(pieces: list[Piece], source: OrbaxSource) -> None:
+    """Compares an Orbax checkpoint with a model; raises a CheckpointError with every disagreement."""
+    wanted = {(piece.group, piece.weight): piece for piece in pieces}
+    experts = collections.Counter((piece.group, piece.weight) for piece in pieces if piece.inner)
+    missing, unfit = [], []
+    for key, piece in wanted.items():
+        name, info = "/".join(key), source.weights.get(key)
+        shape = (experts[key], *piece.entry_shape) if piece.inner else piece.entry_shape
+        allowed = [numpy_dtype(dtype) for dtype in piece.dtypes]
+        if info is None:
+            missing.append(f"{name}: {allowed[0]} {list(shape)}")
+        elif info.shape != shape:
+            unfit.append(f"{name}: shape {list(info.shape)}, expected {list(shape)}")
+        elif info.dtype not in allowed:
+            unfit.append(f"{name}: dtype {info.dtype}, expected {' or '.join(map(str, allowed))}")
+    extra = sorted("/".join(key) for key in source.weights.keys() - wanted.keys() if key[0] != VISION_GROUP)
+    problems = {"missing": missing, "not part of this model": extra, "do not fit": unfit}
+    _raise_problems(Path(source.folder), problems, len(wanted))
+
+
+def match(pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: Path) -> dict[str, str]:
     """Maps each piece's name to the file's, or raises a CheckpointError with every disagreement."""
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
     wanted = {prefix + piece.name: piece for piece in pieces}
@@ -87,47 +148,64 @@ def _describe_missing(name: str, piece: Piece, tensors: Mapping[str, TensorInfo]
     return f"{name}: {piece.dtypes[0]} {list(piece.shape)}"
 
 
-def _read(
-    pieces: list[Piece], names: Mapping[str, str], reader: CheckpointReader, model: Transformer, dtype: Any
-) -> dict[str, Any]:
-    flat = flax.traverse_util.flatten_dict(nn.unbox(abstract_params(model)))
-    groups: dict[tuple[str, ...], list[Piece]] = {path: [] for path in flat}
-    for piece in pieces:
-        groups[piece.path].append(piece)
-    problems: list[str] = []
-    loaded = {}
-    for path, group in groups.items():
-        loaded[path] = jnp.asarray(_assemble(flat[path].shape, group, names, reader, dtype, problems))
-    _raise_problems(Path(reader.folder), {"hold unusable values": problems}, len(pieces))
-    return flax.traverse_util.unflatten_dict(loaded)
+class _Loader:
+    """Makes the arrays of a parameter tree from a source, a few weights at a time."""
 
+    def __init__(self, source, model, mesh, dtype):
+        self._source, self._mesh, self._dtype = source, mesh, dtype
+        self._boxed = flax.traverse_util.flatten_dict(abstract_params(model))
+        self._parts: dict[tuple[str, ...], dict[tuple[int, ...], tuple[str, str]]] = {}
+        for piece in published_pieces(model):
+            self._parts.setdefault(piece.path, {})[piece.stack_index] = (piece.group, piece.weight)
 
-def _assemble(shape, group, names, reader, dtype, problems):
-    """Joins the pieces of one weight, casting BF16."""
-    stored = {reader.tensors[names[piece.name]].dtype for piece in group if piece.name in names} or {"BF16"}
-    # Indexer tensors may differ from layer to layer; the wider dtype then holds both exactly.
-    target = numpy_dtype("F32" if "F32" in stored else stored.pop())
-    if target == jnp.bfloat16 and dtype is not None:
-        target = np.dtype(dtype)
-    leaf = np.zeros(shape, target)
-    for piece in group:
-        if piece.name not in names:
-            logging.info("%s is not in the file: taken as zero", piece.name)
-            continue
-        values = reader.read(names[piece.name])
-        if piece.is_scale and values.size and values.max() == _NAN_SCALE:
-            problems.append(f"{names[piece.name]}: {np.sum(values == _NAN_SCALE)} scale bytes are 255, which is NaN")
-        if piece.padded:
-            length = shape[-1]
-            if values.size < length or np.any(values[length:]):
-                problems.append(
-                    f"{names[piece.name]}: needs {length} values, one per head, and zeros after them; "
-                    f"has {values.size}, {np.count_nonzero(values[length:])} of the rest not zero"
-                )
-                continue
-            values = values[:length]
-        leaf[piece.index] = values.reshape(leaf[piece.index].shape)
-    return leaf
+    def load(self) -> dict[str, Any]:
+        shardings = {path: self._sharding(path, box) for path, box in self._boxed.items()}  # before anything is read
+        with concurrent.futures.ThreadPoolExecutor(_LOADERS) as executor:
+            futures = {path: executor.submit(self._leaf, path, sharding) for path, sharding in shardings.items()}
+            problems, loaded = [], {}
+            for path, future in futures.items():
+                try:
+                    loaded[path] = future.result()
+                except CheckpointError as error:
+                    problems += error.problems or (str(error),)
+        _raise_problems(self._source.folder, {"hold unusable values": problems}, len(self._source.weights))
+        return flax.traverse_util.unflatten_dict(loaded)
+
+    def _sharding(self, path, box):
+        if self._mesh is None:
+            return None
+        return weight_sharding(self._mesh, box.names, box.value.shape, "/".join(path))
+
+    def _leaf(self, path, sharding):
+        shape, parts = self._boxed[path].value.shape, self._parts[path]
+        dtypes = {self._source.weights[key].dtype for key in parts.values()}
+        # Indexer tensors may differ from layer to layer; the wider dtype then holds both exactly.
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+        if dtype == jnp.bfloat16 and self._dtype is not None:
+            dtype = self._dtype
+        if sharding is None:
+            return jnp.asarray(self._region(parts, (slice(None),) * len(shape), shape, dtype))
+        # A region that several devices hold is read once.
+        devices: dict[tuple, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            box = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+            devices.setdefault(box, []).append(device)
+        shards = []
+        for box, holders in devices.items():
+            values = self._region(parts, tuple(slice(*part) for part in box), shape, dtype)
+            shards += [jax.device_put(values, device) for device in holders]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    def _region(self, parts, box, shape, dtype):
+        if () in parts:  # not stacked
+            return self._source.read(*parts[()], box).astype(dtype, copy=False)
+        layers = range(*box[0].indices(shape[0]))
+        out = np.empty(
+            (len(layers), *(len(range(*b.indices(n))) for b, n in zip(box[1:], shape[1:], strict=True))), dtype
+        )
+        for i, layer in enumerate(layers):
+            out[i] = self._source.read(*parts[layer,], box[1:])
+        return out
 
 
 def _raise_problems(folder: Path, problems: Mapping[str, list[str]], num_expected: int) -> None:
@@ -148,7 +226,8 @@ def _raise_problems(folder: Path, problems: Mapping[str, list[str]], num_expecte
     raise CheckpointError("\n  ".join([heading, *lines]), everything)
 
 
-def _warn_if_config_differs(folder: Path, config: ModelConfig) -> None:
+def _warn_if_config_differs(folder: str | os.PathLike, config: ModelConfig) -> None:
+    folder = Path(folder)
     if not (folder / "config.json").is_file():
         return
     given, stored = dataclasses.asdict(config), dataclasses.asdict(load_config(folder))

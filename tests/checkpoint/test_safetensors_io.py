@@ -19,6 +19,8 @@ from maxmoe.checkpoint.safetensors_io import (
     CheckpointError,
     CheckpointReader,
     numpy_dtype,
+)
+from maxmoe.checkpoint.safetensors_writer import (
     write_checkpoint,
     write_safetensors,
 )

@@ -14,7 +14,8 @@ import pytest
 import maxmoe as mm
 from maxmoe.checkpoint import hf_names, store
 from maxmoe.checkpoint.hf_names import publish
-from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, write_checkpoint
+from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader
+from maxmoe.checkpoint.safetensors_writer import write_checkpoint
 from maxmoe.config import VisionConfig
 from maxmoe.params import abstract_params
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import maxmoe as mm
-from maxmoe.checkpoint.safetensors_io import CheckpointReader, write_checkpoint
+from maxmoe.checkpoint.safetensors_io import CheckpointReader
+from maxmoe.checkpoint.safetensors_writer import write_checkpoint
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
