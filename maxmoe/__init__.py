@@ -20,6 +20,7 @@ _HOMES = {
     "load_tokenizer": "maxmoe.chat.tokenizer",
     "make_mesh": "maxmoe.sharding",
     "prefill": "maxmoe.inference.steps",
+    "save_params": "maxmoe.checkpoint.save",
 }
 
 __all__ = sorted(_HOMES)

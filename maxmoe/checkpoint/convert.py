@@ -41,12 +41,6 @@ _NAME = "maxmoe.checkpoint.convert"
 _STATE = "conversion.json"
 _LOCK = ".conversion.lock"
 
-_SOURCE = flags.DEFINE_string("source", None, "Published folder: config.json and safetensors files.")
-_TARGET = flags.DEFINE_string("target", None, "Folder of the new checkpoint: a path, gs:// or s3://.")
-_VERIFY = flags.DEFINE_boolean(
-    "verify", False, "Afterwards, or for a target that is complete: read everything back and compare with the source."
-)
-
 Progress = Callable[[str], None]
 
 
@@ -214,17 +208,27 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def _define_flags() -> None:
+    """Only the command has flags: whoever imports this module may have others of the same names."""
+    flags.DEFINE_string("source", None, "Published folder: config.json and safetensors files.")
+    flags.DEFINE_string("target", None, "Folder of the new checkpoint: a path, gs:// or s3://.")
+    flags.DEFINE_boolean(
+        "verify", False, "Afterwards, or for a target that is complete: read everything back and compare."
+    )
+
+
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not flags.FLAGS["verbosity"].present:
+    given = flags.FLAGS
+    if not given["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every step
     try:
         if argv[1:]:
             raise ValueError(f"unexpected arguments {argv[1:]}")
-        for name, value in (("--source", _SOURCE.value), ("--target", _TARGET.value)):
+        for name, value in (("--source", given.source), ("--target", given.target)):
             if not value:
                 raise ValueError(f"{name} is missing: give --source DIR --target DIR")
-        convert(_SOURCE.value, _TARGET.value, verify=_VERIFY.value, say=lambda text: print(text, flush=True))
+        convert(given.source, given.target, verify=given.verify, say=lambda text: print(text, flush=True))
     except (ValueError, OSError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 2
@@ -236,4 +240,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed; an accelerator need not wake up
+    _define_flags()
     app.run(main)

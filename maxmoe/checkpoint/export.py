@@ -22,7 +22,7 @@ from etils import epath
 
 from maxmoe.checkpoint.array_store import Verify
 from maxmoe.checkpoint.carried import carry_files
-from maxmoe.checkpoint.hf_names import EXPERTS, VISION_GROUP, Piece, published_pieces
+from maxmoe.checkpoint.hf_names import FLOAT_EXPERTS, VISION_GROUP, Piece, published_pieces
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.safetensors_writer import TensorOnDemand, write_checkpoint
 from maxmoe.checkpoint.sources import OrbaxSource, WeightInfo
@@ -33,15 +33,6 @@ from maxmoe.ops import mxfp4
 from maxmoe.params import PACKED, SCALE
 
 _NAME = "maxmoe.checkpoint.export"
-
-_FLOAT_EXPERTS = tuple(EXPERTS + name for name in ("gate", "up", "down"))
-
-_SOURCE = flags.DEFINE_string("source", None, "Orbax checkpoint that maxmoe wrote.")
-_TARGET = flags.DEFINE_string("target", None, "New folder for safetensors files.")
-_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "Largest file, in GB.", lower_bound=0.001)
-_REQUANTIZE = flags.DEFINE_boolean(
-    "requantize_experts", False, "Round experts that are stored as floats to MXFP4. Without it they are refused."
-)
 
 
 def export(
@@ -69,7 +60,8 @@ def export(
     if weights.floats and not requantize_experts:
         raise ValueError(
             f"{source}: {len(weights.floats)} expert weights are stored as floats, the first "
-            f"{'/'.join(min(weights.floats))}; the published layout holds MXFP4. Give --requantize_experts to round them"
+            f"{'/'.join(min(weights.floats))}; the published layout holds MXFP4. Give --requantize_experts to round "
+            "them"
         )
     pieces = list(published_pieces(Transformer(config)))
     match_stored(pieces, weights)
@@ -113,7 +105,7 @@ class _RoundedExperts:
     def __init__(self, source: OrbaxSource):
         self._source, self.folder = source, source.folder
         self.weights = dict(source.weights)
-        self.floats = [key for key in source.weights if key[1] in _FLOAT_EXPERTS]
+        self.floats = [key for key in source.weights if key[1] in FLOAT_EXPERTS]
         self._sums: dict[tuple[str, str], np.ndarray] = {key: np.zeros(2) for key in self.floats}
         for group, name in self.floats:
             *lead, columns = self.weights.pop((group, name)).shape
@@ -149,20 +141,31 @@ class _RoundedExperts:
 _quantize, _dequantize = jax.jit(mxfp4.quantize), jax.jit(mxfp4.dequantize)
 
 
+def _define_flags() -> None:
+    """Only the command has flags: whoever imports this module may have others of the same names."""
+    flags.DEFINE_string("source", None, "Orbax checkpoint that maxmoe wrote.")
+    flags.DEFINE_string("target", None, "New folder for safetensors files.")
+    flags.DEFINE_float("max_shard_gb", 5.0, "Largest file, in GB.", lower_bound=0.001)
+    flags.DEFINE_boolean(
+        "requantize_experts", False, "Round experts that are stored as floats to MXFP4. Without it they are refused."
+    )
+
+
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not flags.FLAGS["verbosity"].present:
+    given = flags.FLAGS
+    if not given["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     try:
         if argv[1:]:
             raise ValueError(f"unexpected arguments {argv[1:]}")
-        if not _SOURCE.value or not _TARGET.value:
+        if not given.source or not given.target:
             raise ValueError("give --source ORBAX_DIR --target DIR")
         export(
-            _SOURCE.value,
-            _TARGET.value,
-            max_shard_bytes=int(_SHARD_GB.value * 1e9),
-            requantize_experts=_REQUANTIZE.value,
+            given.source,
+            given.target,
+            max_shard_bytes=int(given.max_shard_gb * 1e9),
+            requantize_experts=given.requantize_experts,
             say=lambda text: print(text, flush=True),
         )
     except (ValueError, OSError) as error:
@@ -175,4 +178,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    _define_flags()
     app.run(main)

@@ -25,6 +25,7 @@ A_LOG_LENGTH = 128  # per head, padded with zeros; only the model's heads are re
 
 TOP_GROUP = "top"  # the group of the weights that belong to no layer
 EXPERTS = "experts/"  # stands before a layer's weights with one entry per expert
+FLOAT_EXPERTS = tuple(EXPERTS + name for name in ("gate", "up", "down"))  # names where training has made floats of them
 
 _TOP = {
     "embedding": "model.embed_tokens.weight",

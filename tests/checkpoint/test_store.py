@@ -1,7 +1,6 @@
 """Loading: the tree has the file's bits or there is no tree, and one error says all that is wrong."""
 
 import dataclasses
-import functools
 import shutil
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import numpy as np
 import pytest
 
 import maxmoe as mm
-from maxmoe.checkpoint import hf_names, store
 from maxmoe.checkpoint.hf_names import publish
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader
 from maxmoe.checkpoint.safetensors_writer import write_checkpoint
 from maxmoe.config import VisionConfig
-from maxmoe.params import abstract_params
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 PREFIX = "language_model."
@@ -26,16 +23,6 @@ NORM = PREFIX + "model.norm.weight"
 DECAY = LAYER + "5.self_attn.A_log"
 EXPERT = LAYER + "3.block_sparse_moe.experts.2.w1."
 INDEXER = LAYER + "7.self_attn.indexer."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once():
-    """Tracing a model takes seconds, and the tests load the same few models again and again."""
-    cached = functools.cache(abstract_params)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_names, "abstract_params", cached)
-        patch.setattr(store, "abstract_params", cached)
-        yield
 
 
 def _model(name="tiny_k3", scan=None):
@@ -352,12 +339,6 @@ def test_vision_tensor_that_the_model_does_not_have_is_refused(tmp_path):
 def test_dtype_that_weights_cannot_have_is_refused(dtype):
     with pytest.raises(ValueError, match=rf"dtype={dtype} is not a weight type; use float32"):
         mm.load_params(GOLDEN / "tiny_k3", _model(), dtype=dtype)
-
-
-def test_mesh_is_refused():
-    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(NotImplementedError, match="mesh is not supported yet; pass mesh=None"):
-        mm.load_params(GOLDEN / "tiny_k3", _model(), mesh=mesh)
 
 
 def test_config_that_differs_from_the_folders_is_warned_of(caplog):
