@@ -4,9 +4,10 @@ Orbax notices neither a flipped bit nor a folder that lacks a file. So `save_arr
 `NAME`, a file `NAME.manifest.json`: a checksum per stored chunk, and every file with its size and checksum. The
 manifest is written last, in one step: without it there is no checkpoint, whatever else lies there.
 
-Folder and paths may lie on a disk or in a bucket (`gs://`, `s3://`).
+Folder and paths may lie on a disk or in a bucket (`gs://`, `s3://`): see `object_storage`.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -25,11 +26,11 @@ import tensorstore
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxmoe.checkpoint import chunks
+from maxmoe.checkpoint import chunks, object_storage
 from maxmoe.checkpoint.files import (
     absolute_path,
     file_checksum,
-    kvstore_url,
+    kvstore,
     list_files,
     read_checked_json,
     write_checked_json,
@@ -41,9 +42,10 @@ Verify = Literal["full", "sampled", "off"]
 
 _FORMAT = "maxmoe arrays 1"
 _SAMPLED = 1 / 16  # of the chunks
-_SAVE_GB = 1  # that Orbax may have on its way to the disk at once
+_SAVE_GB = 1  # that Orbax may have on its way to the disk at once, unless one shard is more
 _SHOWN = 20
 _RANDOM = random.Random()  # of its own: a program's seed and draws stay as they are
+_FETCH_BYTES = 128 * 2**20  # that are read at once; two such parts are on their way
 _NODE_CACHE_BYTES = 16 * 2**20  # for the nodes of a folder's index; array data is not cached
 _LEFTOVER = re.compile(r"(|\.orbax-checkpoint-tmp.*|\.part-\d+(\.\w+\.tmp)?|\.manifest\.json\.\w+\.tmp)")
 
@@ -87,20 +89,27 @@ def save_arrays(
       arrays: NumPy or JAX arrays, sharded or not, by name; a slash in a name makes a level of the Orbax tree.
       meta: JSON values that are kept in the manifest.
       split_first: Names of arrays whose entries along the first axis will be read one by one.
-    Raises: ValueError if there is a complete save at this place already, or an array that cannot be saved.
+    Raises: ValueError if there is a complete save at this place already, an array that cannot be saved, or a bucket
+      that cannot be used; NotImplementedError for several processes and `s3://`.
     """
     folder = absolute_path(folder)
     arrays = {name: array if isinstance(array, jax.Array) else np.asarray(array) for name, array in arrays.items()}
     _check_savable(arrays)
+    if set("*?[") & set(str(folder)):
+        raise ValueError(f"{folder}: Orbax takes *, ? and [ in a path for a pattern; give a folder without them")
     if is_complete(folder):
         raise ValueError(f"{folder} already holds saved arrays; give another place, or remove them first")
     if jax.process_index() == 0:
         remove_leftovers(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not object_storage.is_remote(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
     _barrier(f"{folder} is free")
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         hashing = executor.submit(_describe_arrays, arrays, split_first)
-        _write_orbax(folder, arrays, split_first)
+        with object_storage.staged(folder) as stage:
+            _write_orbax(stage, arrays, split_first)
+            first = jax.process_index() == 0
+            files = list_files(stage, with_checksums=True, executor=_hashers()) if first else {}
         described = hashing.result()
     parts = [described]
     if jax.process_count() > 1:
@@ -110,7 +119,7 @@ def save_arrays(
             "format": _FORMAT,
             "meta": dict(meta),
             "arrays": _merge(parts),
-            "files": list_files(folder, with_checksums=True, executor=_hashers()),
+            "files": files,
         }
         for process in range(jax.process_count()):
             _part_path(folder, process).unlink(missing_ok=True)
@@ -120,6 +129,7 @@ def save_arrays(
 
 def is_complete(folder: epath.PathLike) -> bool:
     """Whether a save ended well here. Damage done since is another matter: see `StoredArrays`."""
+    object_storage.connect(folder)
     return manifest_path(folder).exists()
 
 
@@ -173,7 +183,7 @@ def _write_orbax(folder, arrays, split_first):
         (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
     )
     handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True, use_compression=False, save_concurrent_gb=_SAVE_GB, type_handler_registry=registry
+        use_ocdbt=True, use_compression=False, save_concurrent_gb=_save_gb(arrays), type_handler_registry=registry
     )
     args = {
         name: ocp.SaveArgs(chunk_byte_size=chunks.CHUNK_BYTES, shard_axes=(0,) if name in split_first else ())
@@ -181,6 +191,16 @@ def _write_orbax(folder, arrays, split_first):
     }
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(_nested(arrays), save_args=_nested(args)))
+
+
+def _save_gb(arrays):
+    """Orbax gives up when one shard alone is more than it may have on its way."""
+    largest = max(math.prod(_shard_shape(array)) * array.dtype.itemsize for array in arrays.values())
+    return max(_SAVE_GB, math.ceil(largest / 1e9))
+
+
+def _shard_shape(array):
+    return array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,8 +219,7 @@ def _describe_arrays(arrays, split_first):
     described = {}
     for name, array in arrays.items():
         shards = _own_shards(array)
-        piece = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
-        chunk = chunks.chunk_shape(piece, array.dtype.itemsize, name in split_first, array.shape)
+        chunk = chunks.chunk_shape(_shard_shape(array), array.dtype.itemsize, name in split_first, array.shape)
         sums = {}
         for start, values in shards:
             first = [i // step for i, step in zip(start, chunk, strict=True)]
@@ -244,6 +263,9 @@ def _exchange(folder, described):
     _barrier(f"{folder} is written")
     if jax.process_index() != 0:
         return []
+    unseen = [i for i in range(jax.process_count()) if not _part_path(folder, i).exists()]
+    if unseen:
+        raise ValueError(f"{folder}: what processes {unseen} wrote cannot be seen here; give a folder that all share")
     return [read_checked_json(_part_path(folder, process)) for process in range(jax.process_count())]
 
 
@@ -319,7 +341,7 @@ class StoredArrays:
             return np.empty([part.stop - part.start for part in box], info.dtype)[_drop(index)]
         outer = box if self.verify == "off" else chunks.whole_chunks(box, info.shape, info.chunk)
         try:
-            values = self._open(name, info)[outer].read().result()
+            values = self._fetch(name, info, outer)
         except CheckpointError:
             raise
         except Exception as error:  # TensorStore's errors have no class of their own
@@ -336,9 +358,27 @@ class StoredArrays:
         """Compares every byte of every file with the manifest. Raises: CheckpointError that names what is damaged."""
         self._check_files(contents="all")
 
+    def _fetch(self, name, info, box):
+        """Reads a box, one part after the other: all at once would need twice the memory."""
+        store = self._open(name, info)
+        parts = chunks.parts_of(box, info.chunk, info.dtype.itemsize, _FETCH_BYTES)
+        if len(parts) == 1:
+            return store[box].read().result()
+        values = np.empty([part.stop - part.start for part in box], info.dtype)
+        pending = collections.deque()
+        for part in parts:
+            inside = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, box, strict=True))
+            pending.append((inside, store[part].read()))
+            if len(pending) == 2:
+                inside, reading = pending.popleft()
+                values[inside] = reading.result()
+        for inside, reading in pending:
+            values[inside] = reading.result()
+        return values
+
     def _open(self, name, info):
         if name not in self._stores:
-            base = kvstore_url(self.folder)
+            base = kvstore(self.folder)
             spec = {
                 "driver": "zarr",
                 "kvstore": {"driver": "ocdbt", "base": base, "path": _stored_name(name) + "/"},

@@ -82,3 +82,16 @@ def places_in(box: Box, chunk: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Places of the chunks in a box of whole chunks."""
     ranges = (range(part.start // step, -(-part.stop // step)) for part, step in zip(box, chunk, strict=True))
     return itertools.product(*ranges)
+
+
+def parts_of(box: Box, chunk: Sequence[int], itemsize: int, part_bytes: int) -> list[Box]:
+    """Cuts a box along borders of chunks into parts of at most `part_bytes`, or one chunk if that is more."""
+    size = math.prod(part.stop - part.start for part in box) * itemsize
+    for axis, (part, step) in enumerate(zip(box, chunk, strict=True)):
+        first, last = part.start // step, -(-part.stop // step)
+        if size > part_bytes and last - first > 1:
+            middle = (first + last) // 2 * step
+            halves = (slice(part.start, middle), slice(middle, part.stop))
+            cut = [(*box[:axis], half, *box[axis + 1 :]) for half in halves]
+            return [piece for half in cut for piece in parts_of(half, chunk, itemsize, part_bytes)]
+    return [box]

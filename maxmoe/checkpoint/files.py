@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 from etils import epath
 
+from maxmoe.checkpoint import object_storage
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 
 _BLOCK_BYTES = 8 * 2**20
@@ -27,10 +28,19 @@ def kvstore_url(folder: epath.Path) -> str:
     return f"{scheme or 'file'}://{urllib.parse.quote(rest)}".rstrip("/") + "/"
 
 
+def kvstore(folder: epath.Path) -> str | dict[str, Any]:
+    """A folder, on a disk or in a bucket, as TensorStore opens it."""
+    return object_storage.kvstore_spec(folder) if object_storage.is_remote(folder) else kvstore_url(folder)
+
+
 def list_files(folder: epath.Path, *, with_checksums: bool, executor: Executor | None = None) -> dict[str, list]:
     """[bytes, checksum or None] of every file under a folder, by relative path. The executor's threads hash."""
     files = {}
-    pending = [(folder, "")]
+    if object_storage.is_remote(folder):
+        files = {name: [info["size"], None] for name, info in object_storage.list_objects(folder).items()}
+        pending = []
+    else:
+        pending = [(folder, "")]
     while pending:
         current, prefix = pending.pop()
         for path in current.iterdir() if current.exists() else ():

@@ -180,7 +180,9 @@ def save_session(
       folder: A new folder, on a disk or in a bucket. Its manifest lies beside it: move both.
       weights_fingerprint: Whatever tells the weights apart, such as `fingerprint_weights` gives; then it must be
         given again to load.
-    Raises: ValueError for a place that is taken, a session that is used up, or one of another model.
+    Raises:
+      ValueError: A place that is taken, a session that is used up, or one of another model.
+      TypeError: `meta` that is no JSON.
     """
     session.check_usable()
     wanted = _cache_shapes(model.config, session.cache)
@@ -207,6 +209,7 @@ def save_session(
         "sampling": dict(session.sampling),
         "meta": dict(session.meta),
     }
+    json.dumps(meta)  # what is no JSON shows before anything is written
     save_arrays(folder, arrays, meta)
 
 
