@@ -14,9 +14,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from maxmoe.checkpoint.session import Session, grow_cache
 from maxmoe.config import ModelConfig
+from maxmoe.inference.run import BatchState, Run, interrupts_wait
 from maxmoe.inference.sampling import (
     INVALID_TOKEN,
     RowSettings,
@@ -80,6 +82,7 @@ class _Answer:
     seed: int
     stop_ids: frozenset[int]
     began: float
+    num_cached: int = 0  # tokens of the prompt whose state is there already
     first_token_s: float | None = None
     steps: list[Step] = dataclasses.field(default_factory=list)
 
@@ -160,6 +163,8 @@ class Engine:
       prefill_widths: Tokens per row that a chunk is padded to; the last one is the longest chunk.
     """
 
+    _runs_ahead = True  # a token is on its way to the next step before the host looks at it
+
     def __init__(
         self,
         model: Transformer,
@@ -216,13 +221,42 @@ class Engine:
                 pass
         return [answer.completion() for answer in answers]
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Step]:
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Run:
         """Answers one prompt token by token; raises what `generate` does, ValueErrors at once.
 
         The last step carries the finish reason. If that is "stop", its token is the stop id, not part of the text.
         """
         answer = self._start(0, prompt, params)
-        return (steps[0] for steps in self._run([answer]))
+        return self._one_run(answer, BatchState(self._new_cache([answer], 1)))
+
+    def resume(self, session: Session, new_ids: Sequence[int], params: SamplingParams) -> Run:
+        """Continues a session as `stream` continues a prompt. Its state is taken over: it is used up.
+
+        Only `new_ids` are prefilled. Without any, the next token is the one that the interrupted answer would have
+        had, bit for bit if settings and capacity of the cache are the same.
+
+        Args:
+          new_ids: What comes after the session's tokens; may be empty.
+          params: Without a seed, that of the session goes on.
+        Raises: ValueError at once, session untouched: no room, several rows, another cache_dtype, or used up.
+        """
+        session.check_usable()
+        if len(session.token_ids) != 1:
+            raise ValueError(f"resume: the session has {len(session.token_ids)} rows; only one can be continued")
+        if (dtype := session.cache_dtype) not in (None, self.cache_dtype):
+            raise ValueError(f"resume: make the engine with the session's cache_dtype={dtype}, not {self.cache_dtype}")
+        past = session.token_ids[0]
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=session.seeds[0])
+        answer = self._start(0, np.concatenate([past, new_ids]) if len(new_ids) else past, params)
+        answer.num_cached = past.size
+        cache, need = session.cache, answer.prompt.size + params.max_tokens
+        if cache.max_len is not None and cache.max_len < need:
+            cache = grow_cache(cache, _at_least(self.cache_lens, need))
+        return self._one_run(answer, BatchState(cache, None if len(new_ids) else session.logits))
+
+    def _one_run(self, answer: _Answer, state: BatchState) -> Run:
+        return Run(self._run([answer], state), answer, state, self._decode_token)
 
     def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> _Answer:
         return _Answer(
@@ -234,11 +268,13 @@ class Engine:
             began=time.perf_counter(),
         )
 
-    def _run(self, answers: list[_Answer]) -> Iterator[list[Step]]:
+    def _run(self, answers: list[_Answer], state: BatchState | None = None) -> Iterator[list[Step]]:
         """Answers one batch; after each token, yields the steps of the answers that it continues.
 
-        Each token is on its way to the next step before the host looks at it, so that the device does not wait.
-        A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
+        Where steps run ahead, each token is on its way to the next one before the host looks at it, so that the
+        device does not wait. A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
+
+        `state` is kept up to date at every step; None begins with an empty cache.
         """
         rows = _at_least(self.batch_sizes, len(answers))
         padded = answers + [answers[0]] * (rows - len(answers))
@@ -246,34 +282,63 @@ class Engine:
         words = seed_words([answer.seed for answer in padded])
         positions = np.array([answer.prompt.size for answer in padded], np.int32)
         settings, words, positions = jax.device_put((settings, words, positions))
-        logits, cache = self._prefill(answers, rows)
-        chosen, positions = _next_tokens(logits, settings, words, positions)
+
+        state = BatchState(self._new_cache(answers, rows)) if state is None else state
+
+        def advance(chosen, positions):
+            active = np.zeros(rows, bool)
+            active[: len(answers)] = [not answer.finished for answer in answers]
+            with interrupts_wait():
+                state.logits, state.cache = self._decode_token(chosen[0], state.cache, active)
+            return _next_tokens(state.logits, settings, words, positions)
+
+        self._prefill(answers, state)
+        chosen, positions = _next_tokens(state.logits, settings, words, positions)
         num_steps = max(answer.params.max_tokens for answer in answers)
         for step in range(1, num_steps + 1):
-            current = chosen
-            if step < num_steps:
-                logits, cache = decode_step_in_place(self.model, self.params, chosen[0], cache)
-                chosen, positions = _next_tokens(logits, settings, words, positions)
-            tokens, logprobs = (array.tolist() for array in jax.device_get(current))
+            state.on_way, more = chosen, step < num_steps
+            if more and self._runs_ahead:
+                chosen, positions = advance(chosen, positions)
+            tokens, logprobs = (array.tolist() for array in jax.device_get(state.on_way))
             yield [answer.take(tokens[i], logprobs[i]) for i, answer in enumerate(answers) if not answer.finished]
             if all(answer.finished for answer in answers):
                 return
+            if more and not self._runs_ahead:
+                chosen, positions = advance(chosen, positions)
 
-    def _prefill(self, answers: list[_Answer], rows: int) -> tuple[Float[Array, "rows V"], Cache]:
-        """Prefills a batch, chunk by chunk. Returns logits after each prompt's last token, and the cache."""
+    def _new_cache(self, answers: list[_Answer], rows: int) -> Cache:
         need = max(answer.prompt.size + answer.params.max_tokens for answer in answers)
-        cache = init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype)
+        return init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype)
+
+    def _prefill(self, answers: list[_Answer], state: BatchState) -> None:
+        """Prefills what the state does not hold of a batch yet, chunk by chunk, up to logits after each last token."""
+        rows = state.cache.batch_size
         lengths = np.zeros(rows, np.int32)  # rows that only fill the batch have no tokens
-        lengths[: len(answers)] = [answer.prompt.size for answer in answers]
-        chunk, logits = self.prefill_widths[-1], None
+        lengths[: len(answers)] = [answer.prompt.size - answer.num_cached for answer in answers]
+        chunk, logits = self.prefill_widths[-1], state.logits
         for start in range(0, int(lengths.max()), chunk):
             real = np.clip(lengths - start, 0, chunk)
             ids = np.zeros((rows, _at_least(self.prefill_widths, int(real.max()))), np.int32)
             for answer, row, count in zip(answers, ids, real, strict=False):
-                row[:count] = answer.prompt[start : start + count]
-            new, cache = prefill_in_place(self.model, self.params, ids, cache, real)
+                row[:count] = answer.prompt[answer.num_cached + start :][:count]
+            new, state.cache = self._prefill_chunk(ids, state.cache, real)
             logits = new if logits is None else jnp.where((real > 0)[:, None], new, logits)
-        return logits, cache
+        state.logits = logits
+
+    def _prefill_chunk(
+        self, ids: Int[np.ndarray, "rows T"], cache: Cache, lengths: Int[np.ndarray, "rows"]
+    ) -> tuple[Float[Array, "rows V"], Cache]:
+        """Appends `lengths[b]` tokens to each row. Returns logits after the last; `cache` is used up."""
+        return prefill_in_place(self.model, self.params, ids, cache, lengths)
+
+    def _decode_token(
+        self, token: Int[Array, "rows"], cache: Cache, active: Bool[np.ndarray, "rows"]
+    ) -> tuple[Float[Array, "rows V"], Cache]:
+        """Appends one token to each row. Returns the logits after it; `cache` is used up.
+
+        `active` tells the rows whose logits anyone will look at, as far as the host knows.
+        """
+        return decode_step_in_place(self.model, self.params, token, cache)
 
 
 @jax.jit

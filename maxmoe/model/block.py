@@ -18,7 +18,13 @@ from maxmoe.params import declare, normal, ones
 
 
 class Layer(nn.Module):
-    """Mixer and FFN, each fed by a mixture of the bank and the running sum."""
+    """Mixer and FFN, each fed by a mixture of the bank and the running sum.
+
+    `prefill` and `decode` run both. Where something happens in between, such as fetching the experts that a router
+    chose, `prefill_mixer` and `decode_mixer` run the first half. Barriers keep the compiler from fusing across the
+    borders of such parts, and from using what it knows of the layer's number: parts that are compiled on their own,
+    for any layer, then give the same bits as the whole model.
+    """
 
     config: ModelConfig
     kind: LayerKind
@@ -49,9 +55,30 @@ class Layer(nn.Module):
         """One token through the layer; see `_wire`."""
         return self._wire(self.mixer.decode, *args)
 
+    def prefill_mixer(self, *args):
+        """A chunk of tokens through the mixer; see `_mix`."""
+        return self._mix(self.mixer.prefill, *args)
+
+    def decode_mixer(self, *args):
+        """One token through the mixer; see `_mix`."""
+        return self._mix(self.mixer.decode, *args)
+
     def _wire(self, mixer, current, bank, cache, experts, depth, superblock, spans):
         """`depth` is the layer's 0-based number; every block_size-th layer banks the sum and restarts it."""
+        mixed, current, bank, cache = self._mix(mixer, current, bank, cache, depth, superblock, spans)
+        mixed, current = jax.lax.optimization_barrier((mixed, current))
+        if self.kind.ffn is FFN.DENSE:
+            current = current + self.ffn(mixed)
+        else:
+            current = current + self.ffn(mixed, spans.real(current.shape[1]), experts, superblock)
+        current = jax.lax.optimization_barrier(current)
+        self.sow("intermediates", "residual_sum", current)
+        return current, bank, cache
+
+    def _mix(self, mixer, current, bank, cache, depth, superblock, spans):
+        """Returns what the FFN is to be applied to, then running sum, bank and cache without the FFN's part."""
         eps, block_size = self.config.norm_eps, self.config.attn_res_block_size
+        depth = jax.lax.optimization_barrier(jnp.int32(depth))
         mixed = mix(current, bank, -(-depth // block_size), self.mixer_res_norm, self.mixer_res_proj, eps)
         restart = depth % block_size == 0
         if self.may_restart:
@@ -61,13 +88,14 @@ class Layer(nn.Module):
         self.sow("intermediates", "mixer_out", out)
         current = jnp.where(restart, out, current + out) if self.may_restart else current + out
         mixed = mix(current, bank, depth // block_size + 1, self.ffn_res_norm, self.ffn_res_proj, eps)
-        mixed = rms_norm(mixed, self.ffn_norm, eps)
-        if self.kind.ffn is FFN.DENSE:
-            current = current + self.ffn(mixed)
-        else:
-            current = current + self.ffn(mixed, spans.real(current.shape[1]), experts, superblock)
-        self.sow("intermediates", "residual_sum", current)
-        return current, bank, cache
+        return rms_norm(mixed, self.ffn_norm, eps), current, bank, cache
+
+
+def layer_of(config: ModelConfig, plan: StackPlan, place: int) -> Layer:
+    """The layer at one place of a stack's superblocks; equal for all of them, and for like places."""
+    block_size = config.attn_res_block_size
+    may_restart = any((plan.first + i * plan.size + place) % block_size == 0 for i in range(plan.count))
+    return Layer(config, plan.layers[place], may_restart)
 
 
 class Superblock(nn.Module):
@@ -77,12 +105,7 @@ class Superblock(nn.Module):
     plan: StackPlan
 
     def setup(self):
-        first, size, count = self.plan.first, self.plan.size, self.plan.count
-        block_size = self.config.attn_res_block_size
-        self.layers = [
-            Layer(self.config, kind, any((first + i * size + place) % block_size == 0 for i in range(count)))
-            for place, kind in enumerate(self.plan.layers)
-        ]
+        self.layers = [layer_of(self.config, self.plan, place) for place in range(self.plan.size)]
 
     def prefill(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
         """A chunk of tokens through superblock number `superblock` of the stack."""

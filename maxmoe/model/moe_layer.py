@@ -1,15 +1,16 @@
 """The FFNs: a dense SiTU-GLU, and LatentMoE, whose routed experts work on a narrow projection."""
 
 import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe import axes
 from maxmoe.config import MXFP4_GROUP, MoEConfig, SituConfig
-from maxmoe.ops.experts import ExpertWeights, routed_experts
+from maxmoe.ops.experts import ExpertWeights, expert_outputs, weighted_sum
 from maxmoe.ops.linear import linear
 from maxmoe.ops.norm import rms_norm
 from maxmoe.ops.router import route
@@ -65,8 +66,33 @@ class StackedExperts(nn.Module):
         return self.weights
 
 
+class Routing(NamedTuple):
+    """What the routed experts are asked: each token's latent, and whose outputs it takes with which weights."""
+
+    latent: Float[Array, "N latent"]
+    ids: Int[Array, "N top_k"]  # the number of experts, which names none, for padding
+    weights: Float[Array, "N top_k"]
+
+
+def run_experts(
+    situ: SituConfig,
+    routing: Routing,
+    experts: ExpertWeights,
+    layer: int | Array,
+    places: Int[Array, "num_experts"] | None = None,
+) -> Float[Array, "N top_k latent"]:
+    """The outputs that `routing` asks for; see `expert_outputs`."""
+    activation = functools.partial(situ_glu, gate_beta=situ.gate_beta, linear_beta=situ.linear_beta)
+    with jax.named_scope("experts"):
+        return expert_outputs(routing.latent, routing.ids, experts, layer, activation, places)
+
+
 class LatentMoE(nn.Module):
-    """Routed experts on a latent of the token, plus shared experts on the token itself."""
+    """Routed experts on a latent of the token, plus shared experts on the token itself.
+
+    A call is `route`, `run_experts` and `join` in a row; they also run apart, where experts are fetched in between,
+    and give the same bits, for barriers keep the compiler from fusing across their borders.
+    """
 
     config: MoEConfig
     situ: SituConfig
@@ -86,15 +112,24 @@ class LatentMoE(nn.Module):
         self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: ExpertWeights, layer: int | Array
     ) -> Float[Array, "B T D"]:
         """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed."""
+        routing = jax.lax.optimization_barrier(self.route(x, real))
+        outputs = run_experts(self.situ, routing, experts, layer)
+        return self.join(x, routing, jax.lax.optimization_barrier(outputs))
+
+    def route(self, x: Float[Array, "B T D"], real: Bool[Array, "B T"]) -> Routing:
+        """Chooses each token's experts."""
         c = self.config
         tokens = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
             ids, weights = route(tokens, self.router, self.router_bias, c.top_k, c.routed_scale)
         self.sow("intermediates", "experts", ids)
         ids = jnp.where(real.reshape(-1, 1), ids, c.num_experts)
-        activation = functools.partial(situ_glu, gate_beta=self.situ.gate_beta, linear_beta=self.situ.linear_beta)
-        with jax.named_scope("experts"):
-            latent = linear(tokens, self.down_proj)
-            routed = routed_experts(latent, ids, weights, experts, layer, activation)
+        return Routing(linear(tokens, self.down_proj), ids, weights)
+
+    def join(
+        self, x: Float[Array, "B T D"], routing: Routing, outputs: Float[Array, "N top_k latent"]
+    ) -> Float[Array, "B T D"]:
+        """The FFN's result from the outputs of the experts."""
+        routed = weighted_sum(outputs, routing.ids, routing.weights, self.config.num_experts)
         routed = linear(rms_norm(routed, self.norm, self.norm_eps), self.up_proj)
         return routed.reshape(x.shape) + self.shared(x)

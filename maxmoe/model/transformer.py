@@ -54,8 +54,7 @@ class Transformer(nn.Module):
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends `lengths[b]` tokens to each row. Returns logits after each row's last one, and the cache."""
         hidden, cache = self._run("prefill", ids, cache, Spans(start=cache.lengths, lengths=lengths))
-        last = jnp.maximum(lengths - 1, 0)[:, None, None]
-        return self._logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0]), cache
+        return self._last_logits(hidden, lengths), cache
 
     def decode(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
         """Appends one token to each row. Returns the logits after it, and the cache.
@@ -65,23 +64,49 @@ class Transformer(nn.Module):
         spans = Spans(start=cache.lengths, lengths=jnp.ones_like(cache.lengths))
         max_len = cache.max_len
         hidden, cache = self._run("decode", token[:, None], cache, spans)
-        logits = self._logits(hidden[:, 0])
-        if max_len is not None:
-            logits = jnp.where((spans.start < max_len)[:, None], logits, jnp.nan)
-        return logits, cache
+        return self._kept_logits(hidden, spans, max_len), cache
+
+    def begin(self, ids: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "A B T D"]]:
+        """What the first layer is given: running sum and empty bank."""
+        current = self.embedding[ids]
+        return current, jnp.zeros((self.config.num_attn_res_blocks, *current.shape), current.dtype)
+
+    def end_prefill(
+        self, current: Float[Array, "B T D"], bank: Float[Array, "A B T D"], spans: Spans
+    ) -> Float[Array, "B V"]:
+        """The logits of `prefill` from what the last layer gave."""
+        return self._last_logits(self._hidden(current, bank), spans.lengths)
+
+    def end_decode(
+        self, current: Float[Array, "B 1 D"], bank: Float[Array, "A B 1 D"], spans: Spans, max_len: int | None
+    ) -> Float[Array, "B V"]:
+        """The logits of `decode` from what the last layer gave, for a cache of `max_len` tokens."""
+        return self._kept_logits(self._hidden(current, bank), spans, max_len)
 
     def _run(self, method, ids, cache, spans):
-        c = self.config
-        current = self.embedding[ids]
-        bank = jnp.zeros((c.num_attn_res_blocks, *current.shape), current.dtype)
+        current, bank = self.begin(ids)
         new_stacks = []
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             current, bank, caches = getattr(stack, method)(current, bank, caches, spans)
             new_stacks.append(caches)
+        cache = Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks))
+        return self._hidden(current, bank), cache
+
+    def _hidden(self, current, bank):
+        c = self.config
         entries = c.num_attn_res_blocks
         current = mix(current, bank, entries, self.final_res_norm, self.final_res_proj, c.norm_eps)
-        cache = Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks))
-        return rms_norm(current, self.final_norm, c.norm_eps), cache
+        return rms_norm(current, self.final_norm, c.norm_eps)
+
+    def _last_logits(self, hidden, lengths):
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        return self._logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+
+    def _kept_logits(self, hidden, spans, max_len):
+        logits = self._logits(hidden[:, 0])
+        if max_len is None:
+            return logits
+        return jnp.where((spans.start < max_len)[:, None], logits, jnp.nan)
 
     def _logits(self, hidden):
         return linear(hidden, self.lm_head).astype(jnp.float32)

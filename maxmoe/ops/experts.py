@@ -44,12 +44,47 @@ def routed_experts(
       layer: Which of the stacked layers; its experts are read in place, a few at a time, never sliced out whole.
       expert_ids: An id outside 0..E-1, such as that of a padding token, names no expert and adds nothing.
     """
-    (_, num_experts, expert_dim, _), top_k = experts.gate_packed.shape, expert_ids.shape[1]
+    outputs = expert_outputs(x, expert_ids, experts, layer, activation)
+    return weighted_sum(outputs, expert_ids, weights, experts.gate_packed.shape[1])
+
+
+def weighted_sum(
+    outputs: Float[Array, "N k D"], expert_ids: Int[Array, "N k"], weights: Float[Array, "N k"], num_experts: int
+) -> Float[Array, "N D"]:
+    """The sum of `routed_experts` over what `expert_outputs` gave."""
+    named = _named(expert_ids, num_experts)
+    weighted = jnp.where(named[..., None], weights[..., None] * outputs.astype(jnp.float32), 0)
+    return sum(weighted[:, j] for j in range(expert_ids.shape[1])).astype(outputs.dtype)
+
+
+def expert_outputs(
+    x: Float[Array, "N D"],
+    expert_ids: Int[Array, "N k"],
+    experts: ExpertWeights,
+    layer: int | Int[Array, ""],
+    activation: Callable[[Array, Array], Array],
+    places: Int[Array, "E"] | None = None,
+) -> Float[Array, "N k D"]:
+    """expert(x) of every assignment. What stands where an id names no expert means nothing.
+
+    Args:
+      places: For a stack that holds some of the E experts, in any order: where each lies, -1 for those that are not
+        there, which then are not named. How tokens are grouped depends on E alone, so that neither what else is
+        held nor where changes a bit of an output. None for a stack that holds them all, in order.
+    """
+    num_experts, expert_dim = experts.gate_packed.shape[1:3]
+    if places is not None:
+        num_experts = places.shape[0]
+        held = _named(expert_ids, num_experts) & (places[expert_ids] >= 0)
+        expert_ids = jnp.where(held, expert_ids, num_experts)
     block_rows = _block_rows(expert_ids.size, num_experts)
     plan = _plan_blocks(expert_ids, num_experts, block_rows)
 
     def ffn(chosen, rows):
-        w = jax.tree.map(lambda leaf: leaf[layer, jnp.minimum(chosen, num_experts - 1)], experts)
+        chosen = jnp.minimum(chosen, num_experts - 1)
+        if places is not None:
+            chosen = jnp.maximum(places[chosen], 0)
+        w = jax.tree.map(lambda leaf: leaf[layer, chosen], experts)
         # One product of twice the width is faster than two. Its columns come out as the next product takes them.
         pairs = ((w.gate_packed, w.up_packed), (w.gate_scale, w.up_scale))
         packed, scale = (jnp.concatenate([mxfp4.packed_order(a, axis=-2) for a in pair], axis=-2) for pair in pairs)
@@ -59,9 +94,7 @@ def routed_experts(
     at_once = AT_ONCE if block_rows > 1 else 2 * AT_ONCE
     per_step = max(1, min(plan.block_experts.size, at_once // (3 * expert_dim * x.shape[1])))
     out = _run_blocks(ffn, mxfp4.packed_order(x), plan, num_experts, per_step)
-    out = out.reshape(-1, x.shape[1])[plan.slots].astype(jnp.float32)  # [N, k, D]
-    weighted = jnp.where(plan.named[..., None], weights[..., None] * out, 0)
-    return sum(weighted[:, j] for j in range(top_k)).astype(x.dtype)
+    return out.reshape(-1, x.shape[1])[plan.slots]
 
 
 def _run_blocks(ffn, x, plan, num_experts, per_step):
@@ -87,6 +120,10 @@ class _Plan(NamedTuple):
     named: Array  # bool [N, k]
 
 
+def _named(expert_ids, num_experts):
+    return (expert_ids >= 0) & (expert_ids < num_experts)
+
+
 def _block_rows(num_assignments: int, num_experts: int) -> int:
     """Rows per block: 1 where experts outnumber assignments, else room for a quarter more than the mean share."""
     if num_assignments <= num_experts:
@@ -95,7 +132,7 @@ def _block_rows(num_assignments: int, num_experts: int) -> int:
 
 
 def _plan_blocks(expert_ids, num_experts, rows):
-    named = (expert_ids >= 0) & (expert_ids < num_experts)
+    named = _named(expert_ids, num_experts)
     flat = jnp.where(named, expert_ids, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     group_sizes = jnp.bincount(flat, length=num_experts + 1)
