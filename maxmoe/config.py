@@ -12,8 +12,9 @@ import math
 import runpy
 import types
 import typing
-from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 MXFP4_GROUP = 32  # consecutive input columns that share one scale
 
@@ -172,14 +173,15 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
-def load_config(source: str | Path) -> ModelConfig:
+def load_config(source: epath.PathLike) -> ModelConfig:
     """Reads a model configuration.
 
     Args:
-      source: A published `config.json`, a folder that holds one, or a Python file that defines `config`.
+      source: A published `config.json`, a folder that holds one, on a disk or in a bucket, or a Python file that
+        defines `config`.
     Raises: FileNotFoundError, or ValueError that lists every key that is unknown, missing or not supported.
     """
-    path = Path(source)
+    path = epath.Path(source)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

@@ -9,6 +9,7 @@ Folder and paths may lie on a disk or in a bucket (`gs://`, `s3://`): see `objec
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -42,10 +43,11 @@ Verify = Literal["full", "sampled", "off"]
 
 _FORMAT = "maxmoe arrays 1"
 _SAMPLED = 1 / 16  # of the chunks
+_FILE_BYTES = 256 * 2**20  # of a data file, which is written from memory once it is full
 _SAVE_GB = 1  # that Orbax may have on its way to the disk at once, unless one shard is more
 _SHOWN = 20
 _RANDOM = random.Random()  # of its own: a program's seed and draws stay as they are
-_FETCH_BYTES = 128 * 2**20  # that are read at once; two such parts are on their way
+_FETCH_BYTES = 64 * 2**20  # that are read at once; two such parts are on their way
 _NODE_CACHE_BYTES = 16 * 2**20  # for the nodes of a folder's index; array data is not cached
 _LEFTOVER = re.compile(r"(|\.orbax-checkpoint-tmp.*|\.part-\d+(\.\w+\.tmp)?|\.manifest\.json\.\w+\.tmp)")
 
@@ -190,7 +192,10 @@ def _write_orbax(folder, arrays, split_first):
         for name in arrays
     }
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(_nested(arrays), save_args=_nested(args)))
+        tree, save_args = _nested(arrays), _nested(args)
+        checkpointer.save(
+            folder, args=ocp.args.PyTreeSave(tree, save_args=save_args, ocdbt_target_data_file_size=_FILE_BYTES)
+        )
 
 
 def _save_gb(arrays):
@@ -315,7 +320,7 @@ class StoredArrays:
             raise CheckpointError(f"{self.folder}: format {manifest.get('format')!r}, this version reads {_FORMAT!r}")
         self.meta: dict[str, Any] = manifest["meta"]
         self._files: dict[str, list] = manifest["files"]
-        self.arrays = {name: _info(entry) for name, entry in manifest["arrays"].items()}
+        self.arrays = {name: _stored_info(entry) for name, entry in manifest["arrays"].items()}
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._check_files(contents="small" if verify == "full" else "none")
@@ -333,48 +338,65 @@ class StoredArrays:
           KeyError: No such array.
           CheckpointError: Names the array whose bytes are not those that were saved, or cannot be read.
         """
+        info = self._info(name)
+        box = chunks.box_of(index, info.shape)
+        out = np.empty([part.stop - part.start for part in box], info.dtype)
+        self.read_into(out, name, index)
+        return out[(*chunks.dropped(index), ...)]
+
+    def read_into(self, out: np.ndarray, name: str, index: tuple[int | slice, ...] = ()) -> None:
+        """`read` into a contiguous array of the stored dtype, without other memory than a few chunks at a time."""
+        info = self._info(name)
+        box = chunks.box_of(index, info.shape)
+        shape = [part.stop - part.start for part in box]
+        if out.dtype != info.dtype or out.size != math.prod(shape) or not out.flags.c_contiguous:
+            raise ValueError(f"{name}: asked are {info.dtype} {shape}; given is {out.dtype} {list(out.shape)}")
+        if not out.size:
+            return
+        out = out.reshape(shape)
+        pending: collections.deque = collections.deque()
+        for part in chunks.parts_of(box, info.chunk, info.dtype.itemsize, _FETCH_BYTES):
+            pending.append(self._start(name, info, part, out[_inside(part, box)]))
+            if len(pending) == 2:  # one arrives while the other is checked
+                self._finish(name, info, *pending.popleft())
+        while pending:
+            self._finish(name, info, *pending.popleft())
+
+    def _info(self, name):
         if name not in self.arrays:
             raise KeyError(f"no array {name!r} in {self.folder}; its {len(self.arrays)} names are in `arrays`")
-        info = self.arrays[name]
-        box = _box(index, info.shape)
-        if any(part.start >= part.stop for part in box):
-            return np.empty([part.stop - part.start for part in box], info.dtype)[_drop(index)]
-        outer = box if self.verify == "off" else chunks.whole_chunks(box, info.shape, info.chunk)
-        try:
-            values = self._fetch(name, info, outer)
-        except CheckpointError:
-            raise
-        except Exception as error:  # TensorStore's errors have no class of their own
-            raise CheckpointError(f"{self.label}: {name} cannot be read; restore it from a copy: {error}") from error
-        with self._lock:
-            self.bytes_read += values.nbytes
-        self._check(name, info, values, outer)
-        inner = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
-        asked = np.asarray(values[inner][_drop(index)])
-        # A small part must not keep whole chunks in memory.
-        return asked if 2 * asked.nbytes > values.nbytes else asked.copy()
+        return self.arrays[name]
 
     def check_everything(self) -> None:
         """Compares every byte of every file with the manifest. Raises: CheckpointError that names what is damaged."""
         self._check_files(contents="all")
 
-    def _fetch(self, name, info, box):
-        """Reads a box, one part after the other: all at once would need twice the memory."""
-        store = self._open(name, info)
-        parts = chunks.parts_of(box, info.chunk, info.dtype.itemsize, _FETCH_BYTES)
-        if len(parts) == 1:
-            return store[box].read().result()
-        values = np.empty([part.stop - part.start for part in box], info.dtype)
-        pending = collections.deque()
-        for part in parts:
-            inside = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, box, strict=True))
-            pending.append((inside, store[part].read()))
-            if len(pending) == 2:
-                inside, reading = pending.popleft()
-                values[inside] = reading.result()
-        for inside, reading in pending:
-            values[inside] = reading.result()
-        return values
+    def _start(self, name, info, box, out):
+        """Starts to read a box into `out`, by way of whole chunks where those are to be checked."""
+        outer = box if self.verify == "off" else chunks.whole_chunks(box, info.shape, info.chunk)
+        values = out if outer == box else np.empty([part.stop - part.start for part in outer], info.dtype)
+        with self._lock:
+            self.bytes_read += values.nbytes
+        with self._naming(name):
+            origin = tuple(part.start for part in outer)
+            store = self._open(name, info)[outer].translate_to[(0,) * len(origin)] if origin else self._open(name, info)
+            return tensorstore.array(values, copy=False).write(store), box, outer, values, out
+
+    def _finish(self, name, info, reading, box, outer, values, out):
+        with self._naming(name):
+            reading.result()
+        self._check(name, info, values, outer)
+        if values is not out:
+            out[...] = values[_inside(box, outer)]
+
+    @contextlib.contextmanager
+    def _naming(self, name):
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # TensorStore's errors have no class of their own
+            raise CheckpointError(f"{self.label}: {name} cannot be read; restore it from a copy: {error}") from error
 
     def _open(self, name, info):
         if name not in self._stores:
@@ -449,24 +471,13 @@ class StoredArrays:
         return contents == "all" or (contents == "small" and not in_data_folder)
 
 
-def _info(entry):
+def _stored_info(entry):
     return StoredInfo(tuple(entry["shape"]), np.dtype(entry["dtype"]), tuple(entry["chunk"]), entry["checksums"])
 
 
-def _box(index, shape) -> chunks.Box:
-    if len(index) > len(shape):
-        raise IndexError(f"{len(index)} indices for an array of shape {list(shape)}")
-    box = []
-    for part, size in zip(index, shape, strict=False):
-        start, stop, step = part.indices(size) if isinstance(part, slice) else (part, part + 1, 1)
-        if step != 1 or not 0 <= start <= size or stop > size:
-            raise IndexError(f"index {part} for an axis of {size}; allowed: 0..{size - 1}, or slices of step 1")
-        box.append(slice(start, max(start, stop)))
-    return (*box, *(slice(0, size) for size in shape[len(index) :]))
-
-
-def _drop(index):
-    return tuple(slice(None) if isinstance(part, slice) else 0 for part in index)
+def _inside(part, box):
+    """Where a part lies in an array that holds a box."""
+    return (*(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, box, strict=True)), ...)
 
 
 @functools.cache

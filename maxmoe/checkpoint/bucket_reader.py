@@ -3,13 +3,14 @@
 import datetime
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from maxmoe.checkpoint import object_storage
 from maxmoe.checkpoint.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES
-from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, numpy_dtype
+from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, check_runs, numpy_dtype
 
 _FIRST_BYTES = 2**20  # of a file, read at once: most headers fit
 
@@ -77,28 +78,34 @@ class BucketReader(CheckpointReader):
         array.flags.writeable = False
         return array
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        """Reads a tensor's bytes into a contiguous array of as many bytes.
+    def read_into(self, name: str, out: np.ndarray, runs: Iterable[tuple[int, int]] | None = None) -> None:
+        """Reads a tensor's bytes, or runs of them, into a contiguous array of as many bytes, by one request.
+
+        What lies between two runs is fetched as well.
 
         Raises: KeyError, CheckpointError, ValueError: as `CheckpointReader.read_into`.
         """
         info = self.tensors[name]
-        if out.nbytes != info.num_bytes or not out.flags.c_contiguous:
-            raise ValueError(f"{name!r} has {info.num_bytes:,} bytes; given are {out.nbytes:,}, to be contiguous")
+        runs = [(0, info.num_bytes)] if runs is None else list(runs)
+        check_runs(info, name, out, runs)
         if self._maps is None:
             raise ValueError(f"the reader of {self.folder} is closed; open a new one")
-        if not info.num_bytes:
+        if not out.nbytes:
             return
         path = self._remote / info.file.relative_to(self._local).as_posix()
+        first, last = runs[0][0], runs[-1][0] + runs[-1][1]
         try:
-            raw = self._files.cat_file(os.fspath(path), start=info.begin, end=info.begin + info.num_bytes)
+            raw = self._files.cat_file(os.fspath(path), start=info.begin + first, end=info.begin + last)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} was there and is gone; open the checkpoint again") from error
         except OSError as error:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {error}") from error
-        if len(raw) != info.num_bytes:
+        if len(raw) != last - first:
             raise CheckpointError(f"{path} ended inside {name!r}; it was replaced or cut short while it was read")
-        out.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
+        fetched, target, done = np.frombuffer(raw, np.uint8), out.reshape(-1).view(np.uint8), 0
+        for offset, length in runs:
+            target[done : done + length] = fetched[offset - first :][:length]
+            done += length
 
     def close(self) -> None:
         """Lets go of the bucket. Arrays that were read stay valid."""

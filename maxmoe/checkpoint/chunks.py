@@ -95,3 +95,36 @@ def parts_of(box: Box, chunk: Sequence[int], itemsize: int, part_bytes: int) -> 
             cut = [(*box[:axis], half, *box[axis + 1 :]) for half in halves]
             return [piece for half in cut for piece in parts_of(half, chunk, itemsize, part_bytes)]
     return [box]
+
+
+def byte_runs(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Offset and length in bytes of what a box takes of a row-major array: as few runs as there are, in its order."""
+    whole_from = len(shape)
+    while whole_from > 1 and box[whole_from - 1] == slice(0, shape[whole_from - 1]):
+        whole_from -= 1
+    *lead, part = box[:whole_from] or (slice(0, 1),)
+    step = math.prod(shape[whole_from:]) * itemsize
+    strides = [math.prod(shape[i + 1 :]) * itemsize for i in range(len(lead))]
+    for place in itertools.product(*(range(axis.start, axis.stop) for axis in lead)):
+        yield (
+            sum(i * stride for i, stride in zip(place, strides, strict=True)) + part.start * step,
+            (part.stop - part.start) * step,
+        )
+
+
+def box_of(index: tuple[int | slice, ...], shape: Sequence[int]) -> Box:
+    """What an index takes: integers, or slices of step 1, for leading axes. Raises: IndexError."""
+    if len(index) > len(shape):
+        raise IndexError(f"{len(index)} indices for an array of shape {list(shape)}")
+    box = []
+    for part, size in zip(index, shape, strict=False):
+        start, stop, step = part.indices(size) if isinstance(part, slice) else (part, part + 1, 1)
+        if step != 1 or not 0 <= start <= size or stop > size:
+            raise IndexError(f"index {part} for an axis of {size}; allowed: 0..{size - 1}, or slices of step 1")
+        box.append(slice(start, max(start, stop)))
+    return (*box, *(slice(0, size) for size in shape[len(index) :]))
+
+
+def dropped(index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
+    """Index into what was read of a box: as in NumPy, an integer drops its axis."""
+    return tuple(slice(None) if isinstance(part, slice) else 0 for part in index)

@@ -14,12 +14,12 @@ Exit code 0 for success, 2 for something that is wrong in the command or the fil
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ import xxhash
 from absl import app, flags, logging
 from etils import epath
 
-from maxmoe.checkpoint import sources
+from maxmoe.checkpoint import object_storage, sources
 from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, remove_leftovers, save_arrays
+from maxmoe.checkpoint.bucket_reader import open_reader
 from maxmoe.checkpoint.carried import carry_files
 from maxmoe.checkpoint.files import file_checksum, read_checked_json, write_checked_json
 from maxmoe.checkpoint.hf_names import EXPERTS, PREFIX, VISION_GROUP, VISION_PREFIXES, published_pieces
@@ -40,12 +41,13 @@ from maxmoe.model.transformer import Transformer
 _NAME = "maxmoe.checkpoint.convert"
 _STATE = "conversion.json"
 _LOCK = ".conversion.lock"
+_MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 Progress = Callable[[str], None]
 
 
 def convert(
-    source: str | os.PathLike, target: epath.PathLike, *, verify: bool = False, say: Progress = lambda text: None
+    source: epath.PathLike, target: epath.PathLike, *, verify: bool = False, say: Progress = lambda text: None
 ) -> None:
     """Converts a published folder, or goes on with a conversion that was interrupted.
 
@@ -55,9 +57,9 @@ def convert(
     Raises: CheckpointError for a damaged or unfit source, or a target that differs from it; ValueError if the target
       belongs to another source, or another process is writing it.
     """
-    source, target = Path(source), epath.Path(target)
+    source, target = object_storage.connect(source), object_storage.connect(target)
     config = load_config(source)
-    with CheckpointReader(source) as reader:
+    with open_reader(source) as reader:
         pieces = list(published_pieces(Transformer(config)))
         names = match(pieces, reader.tensors, config, source)
         weights = sources.SafetensorsSource(reader, pieces, names)
@@ -65,7 +67,7 @@ def convert(
         fingerprint = _fingerprint(reader)
         with _only_writer(target):
             _check_target(target, fingerprint, source)
-            carry_files(epath.Path(source), target, say)
+            carry_files(source, target, say)
             groups = _group_names(weights, vision)
             _convert_groups(target, groups, weights, reader, fingerprint, say)
             published = {
@@ -190,7 +192,7 @@ def _check_target(target, fingerprint, source):
 def _only_writer(target: epath.Path) -> Iterator[None]:
     """Keeps two processes on one machine from writing one target; creates the folder."""
     target.mkdir(parents=True, exist_ok=True)
-    if "://" in os.fspath(target):
+    if object_storage.is_remote(target):
         yield
         return
     with open(target / _LOCK, "w") as file:
@@ -208,9 +210,17 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def _return_freed_memory() -> None:
+    """Has glibc give large blocks back to the system at once. Kept for later, they would add up to a layer or two."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_MALLOC_MMAP_THRESHOLD, 2**20)
+
+
 def _define_flags() -> None:
     """Only the command has flags: whoever imports this module may have others of the same names."""
-    flags.DEFINE_string("source", None, "Published folder: config.json and safetensors files.")
+    flags.DEFINE_string(
+        "source", None, "Published folder with config.json and safetensors files: a path, gs:// or s3://."
+    )
     flags.DEFINE_string("target", None, "Folder of the new checkpoint: a path, gs:// or s3://.")
     flags.DEFINE_boolean(
         "verify", False, "Afterwards, or for a target that is complete: read everything back and compare."
@@ -220,6 +230,7 @@ def _define_flags() -> None:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     given = flags.FLAGS
+    _return_freed_memory()
     if not given["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every step
     try:

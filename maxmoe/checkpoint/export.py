@@ -20,6 +20,7 @@ import numpy as np
 from absl import app, flags, logging
 from etils import epath
 
+from maxmoe.checkpoint import object_storage
 from maxmoe.checkpoint.array_store import Verify
 from maxmoe.checkpoint.carried import carry_files
 from maxmoe.checkpoint.hf_names import FLOAT_EXPERTS, VISION_GROUP, Piece, published_pieces
@@ -53,7 +54,10 @@ def export(
     Raises: CheckpointError for a damaged source, or one that lacks a weight; ValueError for float experts when
       `requantize_experts` is not given, or a target that holds a checkpoint already.
     """
-    source, target = epath.Path(source), epath.Path(target)
+    source = object_storage.connect(source)
+    if object_storage.is_remote(target):
+        raise ValueError(f"{target}: export writes to a disk; give a folder, and copy it to the bucket afterwards")
+    target = epath.Path(target)
     config = load_config(source)
     stored = OrbaxSource(source, verify)
     weights = _RoundedExperts(stored)
@@ -143,8 +147,8 @@ _quantize, _dequantize = jax.jit(mxfp4.quantize), jax.jit(mxfp4.dequantize)
 
 def _define_flags() -> None:
     """Only the command has flags: whoever imports this module may have others of the same names."""
-    flags.DEFINE_string("source", None, "Orbax checkpoint that maxmoe wrote.")
-    flags.DEFINE_string("target", None, "New folder for safetensors files.")
+    flags.DEFINE_string("source", None, "Orbax checkpoint that maxmoe wrote: a path, gs:// or s3://.")
+    flags.DEFINE_string("target", None, "New folder for safetensors files, on a disk.")
     flags.DEFINE_float("max_shard_gb", 5.0, "Largest file, in GB.", lower_bound=0.001)
     flags.DEFINE_boolean(
         "requantize_experts", False, "Round experts that are stored as floats to MXFP4. Without it they are refused."

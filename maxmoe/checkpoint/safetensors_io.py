@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -204,26 +204,28 @@ class CheckpointReader:
         array.flags.writeable = False
         return array
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
+    def read_into(self, name: str, out: np.ndarray, runs: Iterable[tuple[int, int]] | None = None) -> None:
         """Reads a tensor's bytes into a contiguous array of as many bytes, without mapping the file.
 
         Unlike views on a map, which stay resident as long as the system likes, this needs no memory but `out`.
 
+        Args:
+          runs: Offset and length, in bytes, of the parts of the tensor to read, one after the other; None for all.
         Raises: KeyError, CheckpointError, ValueError: as `read`, and for an array that does not suit.
         """
         info = self.tensors[name]
-        if out.nbytes != info.num_bytes or not out.flags.c_contiguous:
-            raise ValueError(f"{name!r} has {info.num_bytes:,} bytes; given are {out.nbytes:,}, to be contiguous")
-        target = memoryview(out.reshape(-1).view(np.uint8))
+        runs = [(0, info.num_bytes)] if runs is None else list(runs)
+        check_runs(info, name, out, runs)
+        target, done = memoryview(out.reshape(-1).view(np.uint8)), 0
         with open(info.file, "rb", buffering=0) as file:
             self._check_unchanged(info.file, file)
-            file.seek(info.begin)
-            done = 0
-            while done < info.num_bytes:
-                count = file.readinto(target[done:])
-                if not count:
-                    raise CheckpointError(f"{info.file} ended inside {name!r}; it was cut short while it was read")
-                done += count
+            for offset, length in runs:
+                end, position = done + length, info.begin + offset
+                while done < end:
+                    count = os.preadv(file.fileno(), [target[done:end]], position)
+                    if not count:
+                        raise CheckpointError(f"{info.file} ended inside {name!r}; it was cut short while it was read")
+                    done, position = done + count, position + count
 
     def _check_unchanged(self, path: Path, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
@@ -259,3 +261,12 @@ class CheckpointReader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def check_runs(info: TensorInfo, name: str, out: np.ndarray, runs: Iterable[tuple[int, int]]) -> None:
+    """Raises: ValueError if the runs leave the tensor, or `out` cannot take them."""
+    wanted = sum(length for _, length in runs)
+    if any(offset < 0 or offset + length > info.num_bytes for offset, length in runs):
+        raise ValueError(f"{name!r} has {info.num_bytes:,} bytes; asked were bytes beyond its end")
+    if out.nbytes != wanted or not out.flags.c_contiguous:
+        raise ValueError(f"{name!r} has {wanted:,} bytes; given are {out.nbytes:,}, to be contiguous")

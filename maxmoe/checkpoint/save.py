@@ -8,6 +8,7 @@ import flax.traverse_util
 import jax
 from etils import epath
 
+from maxmoe.checkpoint import object_storage
 from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.carried import carry_files
 from maxmoe.checkpoint.convert import write_index
@@ -31,7 +32,7 @@ def save_params(
       carried_from: A checkpoint folder whose tokenizer and licence go along; None writes config.json alone.
     Raises: ValueError for a folder that holds something, a weight that the model lacks, or one that is missing.
     """
-    folder = epath.Path(folder)
+    folder = object_storage.connect(folder)
     if (folder / INDEX_NAME).exists() or (folder / WEIGHTS_FOLDER).exists():
         raise ValueError(f"{folder} already holds a checkpoint, whole or half; give a new folder or remove it")
     groups = _grouped(params, model)

@@ -6,12 +6,14 @@ routed experts of a layer are weights with one entry per expert, `experts/gate_p
 
 import concurrent.futures
 import functools
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
+from maxmoe.checkpoint import chunks, object_storage
 from maxmoe.checkpoint.array_store import StoredArrays, Verify, manifest_path
 from maxmoe.checkpoint.files import file_checksum, read_checked_json
 from maxmoe.checkpoint.hf_names import Piece
@@ -23,6 +25,7 @@ FORMAT = "maxmoe checkpoint 1"
 
 _NAN_SCALE = 255
 _READERS = 4  # threads
+_PART_BYTES = 32 * 2**20  # that one thread reads of a weight
 
 
 class WeightInfo(NamedTuple):
@@ -56,6 +59,7 @@ class SafetensorsSource:
             self._pieces.setdefault((piece.group, piece.weight), []).append(piece)
         self.weights = {key: self._info(group) for key, group in self._pieces.items()}
         self.bytes_read = 0
+        self._lock = threading.Lock()
 
     def _info(self, group: list[Piece]) -> WeightInfo:
         first = group[0]
@@ -70,39 +74,54 @@ class SafetensorsSource:
           KeyError: No such weight.
           CheckpointError: The file has changed, or holds scales that mean NaN or padding that is not zero.
         """
+        info = self.weights[group, name]
+        out = np.empty([part.stop - part.start for part in chunks.box_of(index, info.shape)], info.dtype)
+        self.read_into(out, group, name, index)
+        return out[(*chunks.dropped(index), ...)]
+
+    def read_into(self, out: np.ndarray, group: str, name: str, index: tuple[int | slice, ...] = ()) -> None:
+        """`read` into a contiguous array of the weight's dtype; only the bytes that are asked for are read."""
         pieces, info = self._pieces[group, name], self.weights[group, name]
-        if not pieces[0].inner:
-            return self._load(pieces[0], info)[index]
-        first, rest = (index[0], index[1:]) if index else (slice(None), ())
-        if not isinstance(first, slice):
-            return self._load(pieces[first], info)[rest]
-        chosen = pieces[first]
-        out = np.empty((len(chosen), *info.shape[1:]), info.dtype)
-        list(_pool().map(lambda pair: self._load_into(*pair), zip(chosen, out, strict=True)))
-        return out[(slice(None), *rest)]
+        box = chunks.box_of(index, info.shape)
+        out = out.reshape([part.stop - part.start for part in box])
+        if pieces[0].padded or pieces[0].name not in self._names:  # a few values
+            out[...] = self._load_vector(pieces[0], info)[box]
+            return
+        tasks = []
+        if pieces[0].inner:
+            experts = range(box[0].start, box[0].stop)
+            tasks = [(pieces[i], out[place], box[1:]) for place, i in enumerate(experts)]
+        else:
+            cuts = chunks.parts_of(box, [1] * len(box), info.dtype.itemsize, _PART_BYTES) if out.size else []
+            for cut in cuts:
+                inside = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(cut, box, strict=True))
+                tasks.append((pieces[0], out[inside], cut))
+        list((_pool().map if len(tasks) > 1 else map)(lambda task: self._load_box(*task, info), tasks))
 
-    def _load(self, piece, info):
+    def _load_box(self, piece, out, box, info):
         shape = info.shape[1:] if piece.inner else info.shape
-        if piece.name not in self._names:
-            return np.zeros(shape, info.dtype)
-        name = self._names[piece.name]
-        values = np.empty(self._reader.tensors[name].shape, info.dtype)
-        self._load_into(piece, values)
-        if piece.padded:
-            length = shape[-1]
-            if values.size < length or np.any(values[length:]):
-                text = (
-                    f"{name}: needs {length} values, one per head, and zeros after them; has {values.size}, "
-                    f"{np.count_nonzero(values[length:])} of the rest not zero"
-                )
-                raise CheckpointError(text, (text,))
-            values = values[:length]
-        return values.reshape(shape)
+        self._load_into(piece, out, chunks.byte_runs(box, shape, info.dtype.itemsize))
 
-    def _load_into(self, piece, out):
+    def _load_vector(self, piece, info):
+        """One value per head, published with zeros after them, or not at all."""
+        if piece.name not in self._names:
+            return np.zeros(info.shape, info.dtype)
         name = self._names[piece.name]
-        self._reader.read_into(name, out)
-        self.bytes_read += out.nbytes
+        values, length = np.empty(np.prod(self._reader.tensors[name].shape), info.dtype), info.shape[-1]
+        self._load_into(piece, values)
+        if piece.padded and (values.size < length or np.any(values[length:])):
+            text = (
+                f"{name}: needs {length} values, one per head, and zeros after them; has {values.size}, "
+                f"{np.count_nonzero(values[length:])} of the rest not zero"
+            )
+            raise CheckpointError(text, (text,))
+        return values[:length].reshape(info.shape)
+
+    def _load_into(self, piece, out, runs=None):
+        name = self._names[piece.name]
+        self._reader.read_into(name, out, runs)
+        with self._lock:
+            self.bytes_read += out.nbytes
         if piece.is_scale and out.size and out.max() == _NAN_SCALE:
             text = f"{name}: {np.sum(out == _NAN_SCALE)} scale bytes are 255, which is NaN"
             raise CheckpointError(text, (text,))
@@ -118,7 +137,7 @@ class OrbaxSource:
 
     def __init__(self, folder: epath.PathLike, verify: Verify = "full"):
         """Opens the index and every group's manifest. Raises: CheckpointError that lists what is wrong."""
-        self.folder = epath.Path(folder)
+        self.folder = object_storage.connect(folder)
         index = read_checked_json(self.folder / INDEX_NAME)
         if index.get("format") != FORMAT:
             raise CheckpointError(f"{self.folder}: format {index.get('format')!r}; this version reads {FORMAT!r}")
@@ -159,6 +178,10 @@ class OrbaxSource:
         """
         return self.groups[group].read(name, index)
 
+    def read_into(self, out: np.ndarray, group: str, name: str, index: tuple[int | slice, ...] = ()) -> None:
+        """`read` into a contiguous array of the weight's dtype."""
+        self.groups[group].read_into(out, name, index)
+
 
 def group_folder(checkpoint: epath.PathLike, group: str) -> epath.Path:
     """Where a checkpoint keeps a group."""
@@ -167,7 +190,7 @@ def group_folder(checkpoint: epath.PathLike, group: str) -> epath.Path:
 
 def is_orbax(folder: epath.PathLike) -> bool:
     """Whether a folder is an Orbax checkpoint of ours. Raises: CheckpointError for one that was never finished."""
-    folder = epath.Path(folder)
+    folder = object_storage.connect(folder)
     if (folder / INDEX_NAME).exists():
         return True
     if (folder / WEIGHTS_FOLDER).exists():

@@ -4,10 +4,9 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
+import math
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
@@ -15,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from etils import epath
 
 from maxmoe.checkpoint.array_store import Verify
+from maxmoe.checkpoint.bucket_reader import open_reader
 from maxmoe.checkpoint.hf_names import (
     PREFIX,
     VISION_GROUP,
@@ -25,7 +26,7 @@ from maxmoe.checkpoint.hf_names import (
     published_pieces,
     vision_tensors,
 )
-from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, TensorInfo, numpy_dtype
+from maxmoe.checkpoint.safetensors_io import CheckpointError, TensorInfo, numpy_dtype
 from maxmoe.checkpoint.sources import OrbaxSource, SafetensorsSource, is_orbax
 from maxmoe.config import ModelConfig, load_config
 from maxmoe.model.transformer import Transformer
@@ -33,11 +34,12 @@ from maxmoe.params import abstract_params
 from maxmoe.sharding import weight_sharding
 
 _LOADERS = 2  # weights that are read at once
+_ALIGNMENT = 64  # bytes: what XLA asks of memory that it is to use in place
 _SHOWN = 20  # problems of one kind that a message lists
 
 
 def load_params(
-    folder: str | os.PathLike,
+    folder: epath.PathLike,
     model: Transformer,
     mesh: jax.sharding.Mesh | None = None,
     dtype: Any = None,
@@ -50,7 +52,7 @@ def load_params(
 
     Args:
       folder: A published folder of safetensors, one `model.safetensors` or shards with their index; or an Orbax
-        checkpoint that `maxmoe.checkpoint.convert` or `save_params` wrote.
+        checkpoint that `maxmoe.checkpoint.convert` or `save_params` wrote. On a disk or in a bucket.
       mesh: From `make_mesh`; None loads onto the default device.
       dtype: What the file's BF16 weights become, e.g. `jnp.float32`; it also decides the dtype of activations.
         None keeps BF16. MXFP4 experts stay packed, and F32 weights stay F32, whatever is asked.
@@ -75,7 +77,7 @@ def load_params(
 
 @contextlib.contextmanager
 def open_source(
-    folder: str | os.PathLike, model: Transformer, verify: Verify = "full"
+    folder: epath.PathLike, model: Transformer, verify: Verify = "full"
 ) -> Iterator[SafetensorsSource | OrbaxSource]:
     """Opens a checkpoint folder whose weights have been compared with what a model needs.
 
@@ -88,8 +90,8 @@ def open_source(
         match_stored(pieces, source)
         yield source
         return
-    with CheckpointReader(folder) as reader:
-        yield SafetensorsSource(reader, pieces, match(pieces, reader.tensors, model.config, Path(folder)))
+    with open_reader(folder) as reader:
+        yield SafetensorsSource(reader, pieces, match(pieces, reader.tensors, model.config, folder))
 
 
 def match_stored(pieces: list[Piece], source: OrbaxSource) -> None:
@@ -109,10 +111,12 @@ def match_stored(pieces: list[Piece], source: OrbaxSource) -> None:
             unfit.append(f"{name}: dtype {info.dtype}, expected {' or '.join(map(str, allowed))}")
     extra = sorted("/".join(key) for key in source.weights.keys() - wanted.keys() if key[0] != VISION_GROUP)
     problems = {"missing": missing, "not part of this model": extra, "do not fit": unfit}
-    _raise_problems(Path(source.folder), problems, len(wanted))
+    _raise_problems(source.folder, problems, len(wanted))
 
 
-def match(pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: Path) -> dict[str, str]:
+def match(
+    pieces: list[Piece], tensors: Mapping[str, TensorInfo], config: ModelConfig, folder: epath.PathLike
+) -> dict[str, str]:
     """Maps each piece's name to the file's, or raises a CheckpointError with every disagreement."""
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
     wanted = {prefix + piece.name: piece for piece in pieces}
@@ -184,7 +188,7 @@ class _Loader:
         if dtype == jnp.bfloat16 and self._dtype is not None:
             dtype = self._dtype
         if sharding is None:
-            return jnp.asarray(self._region(parts, (slice(None),) * len(shape), shape, dtype))
+            return jax.device_put(self._region(parts, tuple(slice(0, size) for size in shape), dtype))
         # A region that several devices hold is read once.
         devices: dict[tuple, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -192,23 +196,35 @@ class _Loader:
             devices.setdefault(box, []).append(device)
         shards = []
         for box, holders in devices.items():
-            values = self._region(parts, tuple(slice(*part) for part in box), shape, dtype)
+            values = self._region(parts, tuple(slice(*part) for part in box), dtype)
             shards += [jax.device_put(values, device) for device in holders]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    def _region(self, parts, box, shape, dtype):
+    def _region(self, parts, box, dtype):
+        out = _aligned([part.stop - part.start for part in box], dtype)
         if () in parts:  # not stacked
-            return self._source.read(*parts[()], box).astype(dtype, copy=False)
-        layers = range(*box[0].indices(shape[0]))
-        out = np.empty(
-            (len(layers), *(len(range(*b.indices(n))) for b, n in zip(box[1:], shape[1:], strict=True))), dtype
-        )
-        for i, layer in enumerate(layers):
-            out[i] = self._source.read(*parts[layer,], box[1:])
+            self._fill(out, parts[()], box)
+        else:
+            for values, layer in zip(out, range(box[0].start, box[0].stop), strict=True):
+                self._fill(values, parts[layer,], box[1:])
         return out
 
+    def _fill(self, out, key, box):
+        if self._source.weights[key].dtype == out.dtype:
+            self._source.read_into(out, *key, box)
+        else:
+            out[...] = self._source.read(*key, box)
 
-def _raise_problems(folder: Path, problems: Mapping[str, list[str]], num_expected: int) -> None:
+
+def _aligned(shape, dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device takes over as it is, without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _raise_problems(folder: epath.PathLike, problems: Mapping[str, list[str]], num_expected: int) -> None:
     """Raises one CheckpointError for all problems, by kind."""
     if not any(problems.values()):
         return
@@ -226,8 +242,8 @@ def _raise_problems(folder: Path, problems: Mapping[str, list[str]], num_expecte
     raise CheckpointError("\n  ".join([heading, *lines]), everything)
 
 
-def _warn_if_config_differs(folder: str | os.PathLike, config: ModelConfig) -> None:
-    folder = Path(folder)
+def _warn_if_config_differs(folder: epath.PathLike, config: ModelConfig) -> None:
+    folder = epath.Path(folder)
     if not (folder / "config.json").is_file():
         return
     given, stored = dataclasses.asdict(config), dataclasses.asdict(load_config(folder))

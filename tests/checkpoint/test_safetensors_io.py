@@ -294,7 +294,6 @@ def test_write_safetensors_stores_values_not_memory_layout(tmp_path):
         "strided": base[:, ::2, ::-1],
         "big_endian": base.astype(">i4"),
         "scalar": np.float32(3),
-        "list": [1, 2],
     }
     write_safetensors(tmp_path / SINGLE, tensors)
     reader = CheckpointReader(tmp_path)
