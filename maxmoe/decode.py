@@ -2,6 +2,9 @@
 
     python -m maxmoe.decode --prompt 'The quick brown fox'
     python -m maxmoe.decode --checkpoint DIR --prompt_file question.txt --max_tokens 500
+    python -m maxmoe.decode --checkpoint DIR --stream_weights --prompt 'Larger than memory'
+    python -m maxmoe.decode --checkpoint DIR --prompt 'Remember this.' --save_session here
+    python -m maxmoe.decode --checkpoint DIR --resume_session here --prompt ' And then?'
     some-command | python -m maxmoe.decode --checkpoint DIR --prompt_file - --json
 
 The prompt is plain text that the model continues; it is not wrapped as a chat, and control tokens are not read
@@ -10,6 +13,7 @@ from it. After the answer comes one line: prompt tokens, new tokens, seconds to 
 Exit code 0 for an answer, 2 for something in the command or the checkpoint that is wrong, 130 after Ctrl-C.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -29,7 +33,32 @@ _IMPLEMENTATIONS = ("xla",)
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint",
     None,
-    "Folder with config.json and safetensors files, as published. Default: the small checkpoint packaged with maxmoe.",
+    "Folder with config.json and safetensors files, as published, or one that maxmoe.checkpoint.convert made: a path, "
+    "gs:// or s3://. Default: the small checkpoint packaged with maxmoe.",
+)
+_VERIFY = flags.DEFINE_enum(
+    "verify_checksums",
+    "full",
+    ["full", "sampled", "off"],
+    "Compare every chunk of a converted checkpoint and of a session with its checksum, one in sixteen, or none for a "
+    "fast start. Published folders have no checksums.",
+)
+_STREAM = flags.DEFINE_boolean(
+    "stream_weights",
+    False,
+    "For a model that does not fit in memory: read weights from the checkpoint for every token, and keep the experts "
+    "that were used last.",
+)
+_EXPERT_CACHE_GIB = flags.DEFINE_float(
+    "expert_cache_gib", 8.0, "With --stream_weights: memory for experts that are kept, in GiB.", lower_bound=0.0
+)
+_SAVE_SESSION = flags.DEFINE_string(
+    "save_session", None, "New folder for the state after the answer, also after Ctrl-C: a path, gs:// or s3://."
+)
+_RESUME_SESSION = flags.DEFINE_string(
+    "resume_session",
+    None,
+    "Folder of --save_session to go on from: with --prompt what follows it, without one the answer that broke off.",
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue. Give this or --prompt_file.")
 _PROMPT_FILE = flags.DEFINE_string(
@@ -143,7 +172,7 @@ def _decode(argv: list[str]) -> int:
         )
     prompt = _read_prompt()
     if _CHECKPOINT.value is not None:
-        answer = _answer(Path(_CHECKPOINT.value), prompt)
+        answer = _answer(_CHECKPOINT.value, prompt)
     else:
         print(
             f"{_NAME}: no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for "
@@ -157,6 +186,8 @@ def _decode(argv: list[str]) -> int:
 
 
 def _read_prompt() -> str:
+    if _RESUME_SESSION.value is not None and _PROMPT.value is None and _PROMPT_FILE.value is None:
+        return ""
     if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
         given = "both are given" if _PROMPT.value is not None else "neither is given"
         raise ValueError(f"give --prompt TEXT or --prompt_file FILE (- is standard input); {given}")
@@ -170,42 +201,98 @@ def _read_prompt() -> str:
         raise ValueError(f"--prompt_file={name} is not UTF-8 text: see byte {error.start}") from error
 
 
-def _answer(folder: Path, prompt: str) -> _Answer:
+def _answer(folder: str | Path, prompt: str) -> _Answer:
     """Loads the checkpoint and answers, streaming the text unless --json is given."""
     import jax  # imported here, so that --help and mistakes in the flags answer at once
 
     from maxmoe.chat.tokenizer import StreamDecoder, load_tokenizer
-    from maxmoe.checkpoint.store import load_params
+    from maxmoe.checkpoint import object_storage
     from maxmoe.config import load_config
     from maxmoe.inference.compilation_cache import enable_compilation_cache
-    from maxmoe.inference.engine import Engine, check_request
+    from maxmoe.inference.engine import check_request
     from maxmoe.inference.sampling import SamplingParams, fresh_seed
     from maxmoe.model.transformer import Transformer
 
     params = SamplingParams(
-        temperature=_TEMPERATURE.value,
-        top_p=_TOP_P.value,
-        seed=fresh_seed() if _SEED.value is None else _SEED.value,
-        max_tokens=_MAX_TOKENS.value,
+        temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value, max_tokens=_MAX_TOKENS.value
     )
-    config = load_config(folder)
-    tokenizer = load_tokenizer(folder, config.vocab_size)
+    files = object_storage.local_files(folder)
+    config = load_config(files)
+    tokenizer = load_tokenizer(files, config.vocab_size)
     ids = tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one character")
     max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
-    check_request(ids, params, config, max_len)  # before minutes of loading
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each platform that is not here
-    enable_compilation_cache()
-    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = _DTYPE.value or default
     model = Transformer(config)
-    weights = load_params(folder, model, dtype=None if dtype == "auto" else dtype)
-    engine = Engine(model, weights, max_batch=1, max_len=max_len)
-    answer = _Answer(num_prompt_tokens=len(ids), seed=params.seed)
-    write = (lambda text: None) if _JSON.value else _terminal_writer()
-    _collect(engine.stream(ids, params), StreamDecoder(tokenizer), answer, write)
+    session = None
+    with contextlib.ExitStack() as opened:
+        fingerprint = _fingerprint(folder, model)  # before minutes of loading, like the checks below
+        if _RESUME_SESSION.value is not None:
+            session = _load_session(model, fingerprint)
+            past = session.token_ids[0].tolist()
+            params = dataclasses.replace(params, seed=session.seeds[0] if params.seed is None else params.seed)
+        elif not ids:
+            raise ValueError("the prompt is empty: give at least one character")
+        else:
+            past, params = [], dataclasses.replace(params, seed=fresh_seed() if params.seed is None else params.seed)
+        check_request(past + ids, params, config, max_len)
+        logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each platform that is not here
+        enable_compilation_cache()
+        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = _DTYPE.value or default
+        engine = _make_engine(folder, model, None if dtype == "auto" else dtype, max_len, opened)
+        answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
+        write = (lambda text: None) if _JSON.value else _terminal_writer()
+        run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
+        decoder = StreamDecoder(tokenizer)
+        _collect(run, decoder, answer, write)
+        if _SAVE_SESSION.value is not None:
+            _save_session(run, model, fingerprint)
+        if _STREAM.value:
+            print(f"{_NAME}: {engine.stats.summary()}", file=sys.stderr)
     return answer
+
+
+def _make_engine(folder: str | Path, model: Any, dtype: str | None, max_len: int, opened: contextlib.ExitStack) -> Any:
+    """An engine with all weights in memory, or one that streams them; what it needs open goes onto `opened`."""
+    from maxmoe.checkpoint.store import load_params, open_source
+    from maxmoe.inference.engine import Engine
+    from maxmoe.inference.streaming import StreamingEngine
+
+    if not _STREAM.value:
+        weights = load_params(folder, model, dtype=dtype, verify=_VERIFY.value)
+        return Engine(model, weights, max_batch=1, max_len=max_len)
+    source = opened.enter_context(open_source(folder, model, _VERIFY.value))
+    cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
+    engine = StreamingEngine(model, source, max_len=max_len, expert_cache_bytes=cache_bytes, dtype=dtype)
+    opened.callback(engine.close)
+    return engine
+
+
+def _fingerprint(folder: str | Path, model: Any) -> str | None:
+    """Of the weights, for sessions."""
+    from maxmoe.checkpoint.array_store import is_complete
+    from maxmoe.checkpoint.session import fingerprint_weights
+    from maxmoe.checkpoint.store import open_source
+
+    if _SAVE_SESSION.value is not None and is_complete(_SAVE_SESSION.value):
+        raise ValueError(f"--save_session={_SAVE_SESSION.value} already holds a session; give a new folder")
+    if _SAVE_SESSION.value is None and _RESUME_SESSION.value is None:
+        return None
+    with open_source(folder, model, "off") as source:
+        return fingerprint_weights(source)
+
+
+def _load_session(model: Any, fingerprint: str | None) -> Any:
+    from maxmoe.checkpoint.session import load_session
+
+    return load_session(_RESUME_SESSION.value, model, verify=_VERIFY.value, weights_fingerprint=fingerprint)
+
+
+def _save_session(run: Any, model: Any, fingerprint: str | None) -> None:
+    from maxmoe.checkpoint.session import save_session
+
+    session = run.session()
+    save_session(_SAVE_SESSION.value, session, model, weights_fingerprint=fingerprint)
+    print(f"{_NAME}: saved {session.num_tokens} tokens to {_SAVE_SESSION.value}", file=sys.stderr)
 
 
 def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callable[[str], None]) -> None:

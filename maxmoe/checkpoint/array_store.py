@@ -436,7 +436,7 @@ class StoredArrays:
                 f"{self.label}: {name} is damaged: {len(wrong)} of {len(places)} chunks read differ from their "
                 f"checksums, the first at {list(wrong[0])} in chunks of {list(info.chunk)}. Restore {self.folder} from "
                 "a copy, or convert it again",
-                tuple(f"{self.label}: {name}: chunk {list(place)}" for place in wrong),
+                tuple(f"{self.label}: {name} is damaged in chunk {list(place)}" for place in wrong),
             )
 
     def _check_files(self, contents: Literal["none", "small", "all"]) -> None:

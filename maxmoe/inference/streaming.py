@@ -5,7 +5,8 @@ those are read that the step's tokens are routed to and that the expert cache do
 weights, the dense weights of two layers, the expert cache and the cache of the sequences.
 
 Answers are those of the resident engine, bit for bit where its layers are unrolled: the parts that are compiled here
-are those that barriers set apart in the model. Scanned layers are fused otherwise, and differ by rounding.
+are those that barriers set apart in the model. Scanned layers are fused otherwise, and differ by rounding; so do all
+on a CPU with jax before 0.12, which fuses products with sums in one program and not in another.
 """
 
 import concurrent.futures

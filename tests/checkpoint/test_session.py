@@ -22,6 +22,7 @@ from maxmoe.checkpoint import session as session_lib
 from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, remove_leftovers, save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.session import Session, fingerprint_weights, grow_cache, load_session, save_session
+from maxmoe.checkpoint.store import open_source
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling import SamplingParams
 from maxmoe.model.cache import make_cache
@@ -278,10 +279,13 @@ def _load_flat(folder, model):
 
 
 def test_other_weights_are_refused(saved, tmp_path):
-    params = _params("tiny_k31")
-    ours = fingerprint_weights(params)
-    assert ours == fingerprint_weights(jax.tree.map(jnp.copy, params))
-    assert ours != fingerprint_weights(params | {"final_norm": params["final_norm"] * 2})
+    prints = {}
+    for name in NAMES:
+        with open_source(ROOT / "tests/golden" / name, _model(name)) as source:
+            prints[name] = fingerprint_weights(source)
+            assert prints[name] == fingerprint_weights(source)
+    assert prints["tiny_k3"] != prints["tiny_k31"]
+    ours = prints["tiny_k31"]
     save_session(tmp_path / "s", saved[0], _model("tiny_k31"), weights_fingerprint=ours)
     _assert_same(load_session(tmp_path / "s", _model("tiny_k31"), weights_fingerprint=ours), saved[0])
     for folder, given in ((tmp_path / "s", "other"), (tmp_path / "s", None), (saved[1], ours)):

