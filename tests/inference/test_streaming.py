@@ -1,8 +1,8 @@
 """Streamed answers against resident ones, and what is read for them.
 
 Both engines must agree bit for bit, log-probabilities included: barriers in the model keep the compiler from fusing
-across the parts that streaming compiles on their own. XLA of jax before 0.12 lets the CPU round products and sums of one
-kernel once in one program and twice in another; there the tokens agree, and log-probabilities but for that rounding.
+across the parts that streaming compiles on their own. On the CPU, jax before 0.12 rounds products and sums of a kernel
+once in one program and twice in another; there the tokens agree, and log-probabilities but for that rounding.
 """
 
 import dataclasses
