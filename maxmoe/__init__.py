@@ -9,6 +9,7 @@ _HOMES = {
     "Completion": "maxmoe.inference.engine",
     "Engine": "maxmoe.inference.engine",
     "SamplingParams": "maxmoe.inference.sampling",
+    "Session": "maxmoe.checkpoint.session",
     "Transformer": "maxmoe.model.transformer",
     "decode_step": "maxmoe.inference.steps",
     "describe": "maxmoe.describe",
@@ -17,10 +18,12 @@ _HOMES = {
     "init_params": "maxmoe.params",
     "load_config": "maxmoe.config",
     "load_params": "maxmoe.checkpoint.store",
+    "load_session": "maxmoe.checkpoint.session",
     "load_tokenizer": "maxmoe.chat.tokenizer",
     "make_mesh": "maxmoe.sharding",
     "prefill": "maxmoe.inference.steps",
     "save_params": "maxmoe.checkpoint.save",
+    "save_session": "maxmoe.checkpoint.session",
 }
 
 __all__ = sorted(_HOMES)

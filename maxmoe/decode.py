@@ -269,9 +269,9 @@ def _make_engine(folder: str | Path, model: Any, dtype: str | None, max_len: int
 
 def _fingerprint(folder: str | Path, model: Any) -> str | None:
     """Of the weights, for sessions."""
-    from maxmoe.checkpoint.array_store import is_complete
     from maxmoe.checkpoint.session import fingerprint_weights
     from maxmoe.checkpoint.store import open_source
+    from maxmoe.checkpoint.stored_arrays import is_complete
 
     if _SAVE_SESSION.value is not None and is_complete(_SAVE_SESSION.value):
         raise ValueError(f"--save_session={_SAVE_SESSION.value} already holds a session; give a new folder")

@@ -5,8 +5,10 @@
 
 Makes a checkpoint in the published layout with the widths of K3, fewer experts and layers, and random bytes, which
 nothing compresses; converts it; loads it from both forms. Every step runs in a process of its own, with the files
-dropped from the page cache before it. Peak memory is the largest resident set of that process. The folder needs
-room for twice the checkpoint, and is left in place for a second run; remove it yourself.
+dropped from the page cache before it. Before the clock starts, the process imports what it needs, and touches and
+frees as much memory as the checkpoint has: a virtual machine gets its memory from the host at the first touch, slower
+than from the disk. Peak memory is the largest resident set of the process, from the start of the step on. The folder
+needs room for twice the checkpoint, and is left in place for a second run; remove it yourself.
 """
 
 import dataclasses
@@ -34,6 +36,7 @@ def main(argv):
     logging.set_verbosity(logging.WARNING)
     work = Path(_WORK.value)
     if _STEP.value:
+        _get_ready(work)
         began = time.perf_counter()
         facts = STEPS[_STEP.value](work)
         print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": _peak_bytes()} | facts))
@@ -121,6 +124,7 @@ def convert(work):
 
     target = work / "orbax"
     shutil.rmtree(target, ignore_errors=True)
+    convert.return_freed_memory()  # as the command does
     convert.convert(work / "published", target)
     source = sources.OrbaxSource(target, "off")
     group = max(sum(i.num_bytes for i in s.arrays.values()) for s in source.groups.values())
@@ -138,13 +142,26 @@ def _load(folder, **options):
 
 
 STEPS = {
-    "plain read": read_plainly,
     "convert": convert,
+    "plain read": read_plainly,
     "load safetensors": lambda work: _load(work / "published"),
+    "plain read again": read_plainly,
     "load orbax, verified": lambda work: _load(work / "orbax"),
     "load orbax, unverified": lambda work: _load(work / "orbax", verify="off"),
-    "plain read again": read_plainly,
+    "plain read, third time": read_plainly,
 }
+
+
+def _get_ready(work):
+    """Imports, memory from the host, and a fresh count of the largest resident set."""
+    import numpy as np
+
+    from maxmoe.checkpoint import convert, store  # noqa: F401
+
+    memory = np.empty(_size(work / "published") + 2**30, np.uint8)
+    memory[::4096] = 1
+    del memory
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _size(folder):

@@ -17,16 +17,24 @@ TEST_MAIN = "tests/conftest.py"
 # What a third-party import is called in the requirements.
 DISTRIBUTIONS = {
     "absl": "absl-py",
+    "boto3": "boto3",
+    "etils": "etils",
     "flax": "flax",
+    "fsspec": "fsspec",
     "hypothesis": "hypothesis",
     "jax": "jax",
     "jaxtyping": "jaxtyping",
+    "matplotlib": "matplotlib",
     "ml_dtypes": "ml_dtypes",
+    "moto": "moto",
     "numpy": "numpy",
     "optax": "optax",
     "orbax": "orbax-checkpoint",
     "pytest": "pytest",
+    "s3fs": "s3fs",
+    "tensorstore": "tensorstore",
     "tiktoken": "tiktoken",
+    "xxhash": "xxhash",
 }
 
 

@@ -28,13 +28,14 @@ from absl import app, flags, logging
 from etils import epath
 
 from maxmoe.checkpoint import object_storage, sources
-from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, remove_leftovers, save_arrays
+from maxmoe.checkpoint.array_store import remove_leftovers, save_arrays
 from maxmoe.checkpoint.bucket_reader import open_reader
 from maxmoe.checkpoint.carried import carry_files
 from maxmoe.checkpoint.files import file_checksum, read_checked_json, write_checked_json
 from maxmoe.checkpoint.hf_names import EXPERTS, PREFIX, VISION_GROUP, VISION_PREFIXES, published_pieces
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, numpy_dtype
 from maxmoe.checkpoint.store import match
+from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from maxmoe.config import load_config
 from maxmoe.model.transformer import Transformer
 
@@ -210,7 +211,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Has glibc give large blocks back to the system at once. Kept for later, they would add up to a layer or two."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_MALLOC_MMAP_THRESHOLD, 2**20)
@@ -230,7 +231,7 @@ def _define_flags() -> None:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     given = flags.FLAGS
-    _return_freed_memory()
+    return_freed_memory()
     if not given["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every step
     try:

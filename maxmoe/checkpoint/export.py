@@ -21,13 +21,13 @@ from absl import app, flags, logging
 from etils import epath
 
 from maxmoe.checkpoint import object_storage
-from maxmoe.checkpoint.array_store import Verify
 from maxmoe.checkpoint.carried import carry_files
 from maxmoe.checkpoint.hf_names import FLOAT_EXPERTS, VISION_GROUP, Piece, published_pieces
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.safetensors_writer import TensorOnDemand, write_checkpoint
 from maxmoe.checkpoint.sources import OrbaxSource, WeightInfo
 from maxmoe.checkpoint.store import match_stored
+from maxmoe.checkpoint.stored_arrays import Verify
 from maxmoe.config import load_config
 from maxmoe.model.transformer import Transformer
 from maxmoe.ops import mxfp4

@@ -24,9 +24,10 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from maxmoe.checkpoint.array_store import StoredArrays, Verify, save_arrays
+from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.sources import OrbaxSource, SafetensorsSource
+from maxmoe.checkpoint.stored_arrays import StoredArrays, Verify
 from maxmoe.config import ModelConfig
 from maxmoe.model.cache import Cache, make_cache
 from maxmoe.model.transformer import Transformer

@@ -14,10 +14,10 @@ import numpy as np
 from etils import epath
 
 from maxmoe.checkpoint import chunks, object_storage
-from maxmoe.checkpoint.array_store import StoredArrays, Verify, manifest_path
 from maxmoe.checkpoint.files import file_checksum, read_checked_json
 from maxmoe.checkpoint.hf_names import Piece
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, numpy_dtype
+from maxmoe.checkpoint.stored_arrays import StoredArrays, Verify, manifest_path
 
 INDEX_NAME = "maxmoe_checkpoint.json"
 WEIGHTS_FOLDER = "weights"

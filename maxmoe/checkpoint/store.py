@@ -16,7 +16,6 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from maxmoe.checkpoint.array_store import Verify
 from maxmoe.checkpoint.bucket_reader import open_reader
 from maxmoe.checkpoint.hf_names import (
     PREFIX,
@@ -28,6 +27,7 @@ from maxmoe.checkpoint.hf_names import (
 )
 from maxmoe.checkpoint.safetensors_io import CheckpointError, TensorInfo, numpy_dtype
 from maxmoe.checkpoint.sources import OrbaxSource, SafetensorsSource, is_orbax
+from maxmoe.checkpoint.stored_arrays import Verify
 from maxmoe.config import ModelConfig, load_config
 from maxmoe.model.transformer import Transformer
 from maxmoe.params import abstract_params

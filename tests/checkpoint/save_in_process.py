@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmoe.checkpoint import array_store, chunks
-from maxmoe.checkpoint.array_store import StoredArrays, save_arrays
+from maxmoe.checkpoint.array_store import save_arrays
+from maxmoe.checkpoint.stored_arrays import StoredArrays
 
 NUM_DEVICES = 8
 CHUNK_BYTES = 2048
@@ -142,7 +143,7 @@ def _placed(name: str, value: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def save(folder: Path) -> None:
     """Saves the sharded arrays, and beside them one that every process has whole."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     every = all_values()
     arrays = {name: _placed(name, value, mesh) if name in SHARDED else value for name, value in every.items()}
     save_arrays(folder, arrays, {"processes": jax.process_count()}, SPLIT_FIRST)
@@ -150,7 +151,7 @@ def save(folder: Path) -> None:
 
 def restore(folder: Path) -> None:
     """Restores every array onto another mesh, each process what its devices hold, and compares."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     stored = StoredArrays(folder)
     for name, expected in all_values().items():
         if name not in SHARDED:

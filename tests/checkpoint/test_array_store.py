@@ -17,14 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxmoe.checkpoint import array_store, chunks, files
-from maxmoe.checkpoint.array_store import (
-    StoredArrays,
-    is_complete,
-    manifest_path,
-    remove_leftovers,
-    save_arrays,
-)
+from maxmoe.checkpoint.array_store import remove_leftovers, save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
+from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/checkpoint/save_in_process.py"

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxmoe.checkpoint import array_store, chunks, files
-from maxmoe.checkpoint.array_store import StoredArrays, manifest_path, save_arrays
+from maxmoe.checkpoint import chunks, files, stored_arrays
+from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
+from maxmoe.checkpoint.stored_arrays import StoredArrays, manifest_path
 
 LABEL = "layer 3"
 NUM_FLIPS = 100
@@ -130,7 +131,7 @@ def test_read_without_full_checks_may_return_damaged_values(folder, verify, monk
     """What these modes do not catch: the price of reading without a look at every byte."""
     path, offset = _find(folder, _arrays(0)["experts/gate.up"][2].tobytes())
     _flip(path, offset + 77)
-    monkeypatch.setattr(array_store._RANDOM, "random", lambda: 0.5)  # the chunk is not in the sample
+    monkeypatch.setattr(stored_arrays._RANDOM, "random", lambda: 0.5)  # the chunk is not in the sample
     got = StoredArrays(folder, verify=verify).read("experts/gate.up", (2,))
     different = np.flatnonzero(got.ravel() != _arrays(0)["experts/gate.up"][2].ravel())
     assert list(different) == [77]

@@ -15,9 +15,10 @@ import pytest
 import tensorstore
 
 from maxmoe.checkpoint import array_store
-from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, save_arrays
+from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.files import kvstore_url
 from maxmoe.checkpoint.safetensors_header import CheckpointError
+from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from tests.checkpoint import save_in_process
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxmoe.checkpoint import chunks
-from maxmoe.checkpoint.array_store import StoredArrays, save_arrays
+from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.files import kvstore_url
+from maxmoe.checkpoint.stored_arrays import StoredArrays
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 7, 12, 13, 16, 25, 36, 41, 60])
 SHAPES = st.lists(SIZES, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 60_000)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import maxmoe as mm
-from maxmoe.checkpoint.array_store import manifest_path
 from maxmoe.checkpoint.convert import convert
 from maxmoe.checkpoint.export import export
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader
 from maxmoe.checkpoint.safetensors_writer import write_checkpoint
 from maxmoe.checkpoint.sources import INDEX_NAME, OrbaxSource, group_folder
+from maxmoe.checkpoint.stored_arrays import manifest_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"

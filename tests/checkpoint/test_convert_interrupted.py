@@ -20,7 +20,7 @@ PROGRAM = """
 import json, os, random, signal, sys, time
 import maxmoe as mm
 from etils import epath
-from maxmoe.checkpoint.array_store import is_complete
+from maxmoe.checkpoint.stored_arrays import is_complete
 from maxmoe.checkpoint.convert import convert
 from maxmoe.checkpoint.hf_names import published_pieces
 from maxmoe.checkpoint.safetensors_io import CheckpointError

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from maxmoe.checkpoint import object_storage
-from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, remove_leftovers, save_arrays
+from maxmoe.checkpoint.array_store import remove_leftovers, save_arrays
 from maxmoe.checkpoint.bucket_reader import BucketReader, open_reader
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader
 from maxmoe.checkpoint.safetensors_writer import write_checkpoint
+from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 
 BUCKET = "maxmoe-test"
 ROOT = f"s3://{BUCKET}"

@@ -19,10 +19,11 @@ import pytest
 
 import maxmoe as mm
 from maxmoe.checkpoint import session as session_lib
-from maxmoe.checkpoint.array_store import StoredArrays, is_complete, manifest_path, remove_leftovers, save_arrays
+from maxmoe.checkpoint.array_store import remove_leftovers, save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.session import Session, fingerprint_weights, grow_cache, load_session, save_session
 from maxmoe.checkpoint.store import open_source
+from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling import SamplingParams
 from maxmoe.model.cache import make_cache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmoe.ops import query_blocks
+from maxmoe.ops import indexer, query_blocks
 from maxmoe.ops.indexer import index_scores, select_tokens, select_topk
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.quick_jit import quick_jit
@@ -99,6 +99,27 @@ def test_select_topk_breaks_ties_the_same_way_every_time():
     for _ in range(20):
         assert_same_bits(select(scores, 2048, valid), np.arange(2048, dtype=np.int32), "jit")
         assert_same_bits(select_topk(scores, 2048, valid), np.arange(2048, dtype=np.int32), "eager")
+
+
+@pytest.mark.parametrize("num_keys", [8192, 8219])  # whole runs, and a rest
+@pytest.mark.parametrize("kind", ["few values", "all equal", "rising", "winners in one run", "NaN and infinities"])
+def test_select_topk_in_two_rounds_sorts(kind, num_keys):
+    k, rng = 10, np.random.default_rng(7)
+    assert indexer._run_length(num_keys, k) == 32
+    scores = {
+        "few values": rng.choice(np.float32([-1, 0, 1]), num_keys),
+        "all equal": np.zeros(num_keys, np.float32),
+        "rising": np.arange(num_keys, dtype=np.float32),
+        "winners in one run": np.where(np.arange(num_keys) // 32 == 77, np.float32(3), np.float32(-0.0)),
+        "NaN and infinities": rng.choice(np.float32([np.nan, np.inf, -np.inf]), num_keys, p=[0.9, 5e-4, 0.0995]),
+    }[kind]
+    masks = {"all": np.ones(num_keys, bool), "some": rng.random(num_keys) < 0.5, "7": np.arange(num_keys) < 7}
+    for name, valid in masks.items():
+        assert_same_bits(select(scores, k, valid), _reference_topk(scores, k, valid), f"{name} valid")
+    both = np.stack([scores, scores[::-1]])
+    valid = np.stack([masks["some"], masks["7"]])
+    expected = [_reference_topk(*row) for row in zip(both, [k, k], valid, strict=True)]
+    assert_same_bits(select(both, k, valid), np.stack(expected), "two rows")
 
 
 def test_select_topk_of_parts_merges_to_that_of_the_whole():

@@ -17,6 +17,7 @@ quantize, encode = map(jax.jit, (mxfp4.quantize, mxfp4.encode))
 def matmul(x, packed, scale):
     return mxfp4.matmul(mxfp4.packed_order(x), packed, scale)
 
+
 dequantize = jax.jit(mxfp4.dequantize, static_argnames="dtype")
 # Each group of 32 holds every code twice: once in a low nibble, once in a high one.
 ALL_CODES = np.stack([np.arange(16), 15 - np.arange(16)], -1).reshape(32)

@@ -37,8 +37,8 @@ def unchecked_packages(root: Path) -> list[str]:
 
 
 def kernel_imports(root: Path) -> list[str]:
-    """Imports of pallas_kernels other than JAX, the standard library and itself."""
-    allowed = {"jax", "pallas_kernels", *sys.stdlib_module_names}
+    """Imports of pallas_kernels other than JAX, NumPy, which comes with it, the standard library and itself."""
+    allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
     found = []
     for source in sources(root, ("pallas_kernels",)):
         for node in ast.walk(source.tree):

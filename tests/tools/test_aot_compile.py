@@ -58,9 +58,16 @@ def gpu_kernel():
     return fn, (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 128), jnp.bfloat16))
 
 
-def intermediate():
-    """A product of 64 MiB between two, which fits into no vector memory."""
-    return (lambda x: (x @ x) @ x), (jax.ShapeDtypeStruct((4096, 4096), jnp.float32),)
+def scaled_copy():
+    """A kernel whose argument is made by XLA first: 256 MiB, which fit into no vector memory."""
+
+    def kernel(x, out):
+        out[...] = x[...]
+
+    block = pl.BlockSpec((256, 1024), lambda i: (i, 0))
+    whole = jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
+    copy = pl.pallas_call(kernel, grid=(256,), in_specs=[block], out_specs=block, out_shape=whole)
+    return (lambda x: copy(2 * x)), (whole,)
 
 
 def wrong_block():
@@ -112,9 +119,9 @@ def test_static_cost_counts_a_kernel(chip):
 
 @pytest.mark.parametrize("chip", TPUS[1:2])
 def test_static_cost_shows_temporary_memory_and_passes_text(chip):
-    cost = aot_compile.static_cost(chip, f"{__name__}:intermediate")
-    assert not cost.kernels and cost.programs
-    assert cost.temp_bytes >= 4096 * 4096 * 4
+    cost = aot_compile.static_cost(chip, f"{__name__}:scaled_copy")
+    assert len(cost.programs) > len(cost.kernels) == 1
+    assert cost.temp_bytes == 2**28
     assert aot_compile.static_cost(chip, f"{__name__}:sized_add:40").argument_bytes == 40 * 128 * 4
 
 
@@ -130,6 +137,36 @@ def test_compile_for_takes_trees_and_jitted_functions(chip):
     pair = {"a": jax.ShapeDtypeStruct((8, 128), jnp.float32), "b": jnp.zeros((16, 128))}
     compiled = aot_compile.compile_for(chip, add, pair)
     assert compiled.memory_analysis().alias_size_in_bytes == 24 * 128 * 4
+
+
+def triton_kernel():
+    """A block matmul in the form of Triton, between two programs of XLA."""
+    from jax.experimental.pallas import triton
+
+    def kernel(x, y, out):
+        out[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32).astype(out.dtype)
+
+    out = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    multiply = pl.pallas_call(
+        kernel,
+        grid=(4, 4),
+        in_specs=[pl.BlockSpec((64, 256), lambda i, j: (i, 0)), pl.BlockSpec((256, 64), lambda i, j: (0, j))],
+        out_specs=pl.BlockSpec((64, 64), lambda i, j: (i, j)),
+        out_shape=out,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        name="triton_matmul",
+    )
+    return (lambda x, y: jnp.sin(multiply(2 * x, y))), (out, out)
+
+
+@pytest.mark.parametrize("chip", available("h200"))
+def test_static_cost_tells_a_triton_kernel_from_programs_of_xla(chip):
+    cost = aot_compile.static_cost(chip, f"{__name__}:triton_kernel")
+    (kernel,) = cost.kernels
+    assert kernel.name == "triton_matmul" and len(cost.programs) > 1
+    # Two operand blocks of 32 KiB.
+    assert kernel.shared_bytes >= 2**16
+    assert "triton_matmul" in aot_compile.describe(cost)
 
 
 @pytest.mark.parametrize("chip", available("h200"))
