@@ -26,6 +26,7 @@ from maxmoe.checkpoint.files import (
     read_checked_json,
     write_checked_json,
 )
+from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.stored_arrays import FORMAT, hashers, is_complete, manifest_path, stored_name
 
 _FILE_BYTES = 256 * 2**20  # of a data file, which is written from memory once it is full

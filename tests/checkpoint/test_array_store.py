@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmoe.checkpoint import array_store, chunks, files
+from maxmoe.checkpoint import array_store, chunks, files, stored_arrays
 from maxmoe.checkpoint.array_store import remove_leftovers, save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
@@ -144,7 +144,7 @@ def test_read_of_a_part_equals_indexing(parts, index, checked):
 def test_read_of_a_part_does_not_depend_on_how_much_is_fetched_at_once(parts, index, fetch_bytes):
     stored, arrays = parts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array_store, "_FETCH_BYTES", fetch_bytes)
+        patch.setattr(stored_arrays, "_FETCH_BYTES", fetch_bytes)
         assert same_bits(stored.read("a", index), arrays["a"][index])
 
 

@@ -182,9 +182,11 @@ def test_streaming_reads_each_dense_weight_once_a_pass():
 
 def test_streaming_holds_two_layers_of_dense_weights():
     engine, source = _stream_engine()
+    engine._dense.take(2)
     engine._dense.take(3)
-    engine.close()
-    assert {group for group, _, _ in source.reads} == {"top", "layer_003", "layer_004"}
+    engine.close()  # what has not begun of the next layer is not read any more
+    read = {group for group, _, _ in source.reads}
+    assert {"top", "layer_002", "layer_003"} <= read <= {"top", "layer_002", "layer_003", "layer_004"}
 
 
 def test_streaming_decode_compiles_nothing_after_its_first_step():
