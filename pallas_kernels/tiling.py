@@ -99,7 +99,7 @@ class IndexerTopkTpuTiling:
     chunk: int  # queries whose candidates exist in HBM at one time, a multiple of `queries`
 
 
-INDEXER_TOPK_TPU = IndexerTopkTpuTiling(queries=8, groups=1024, kept=12, key_tile=8192, lanes=2048, chunk=128)
+INDEXER_TOPK_TPU = IndexerTopkTpuTiling(queries=8, groups=1024, kept=13, key_tile=8192, lanes=2048, chunk=128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -160,14 +160,14 @@ def test_indexer_topk_tpu_reads_no_uninitialised_memory_and_has_no_races(num_que
 
 
 @pytest.mark.slow
-@PATHS
-@pytest.mark.parametrize("spacing", [509, 512])  # the second puts all winners into two groups
+@pytest.mark.parametrize("num_queries, spacing", [(1, 509), (1, 512), (9, 512)])  # 512: all winners in two groups
 def test_indexer_topk_tpu_chooses_among_a_million_keys(num_queries, spacing):
     num_keys, top_k = 1_048_576, 2048
     winners = num_keys - 1 - spacing * np.arange(top_k)  # 1,048,576 x 2,048 does not fit into int32
     scores = np.zeros(num_keys, np.float32)
     scores[winners] = 1 + np.arange(top_k) // 16  # sixteen neighbours tie; bfloat16 holds the values
     q, keys, head_weights = _with_scores(scores, num_queries, jnp.bfloat16)
+    q, head_weights = q[:, :, :2], head_weights[:, :, :2]  # the heads that score at all, for speed
     positions = jnp.full((1, num_queries), num_keys - 1, jnp.int32)
     if num_queries > 1:
         positions = positions.at[0, 1:].set(100)  # one long row is enough
@@ -193,6 +193,6 @@ def test_indexer_topk_tpu_refusal_names_what_was_given():
     assert "96" in refusal(width=96) and "multiple of 128" in refusal(width=96)
     assert "float16" in refusal(q_type=jnp.float16)
     assert "float32" in refusal(key_type=jnp.float32)
-    assert "7000" in refusal(top_k=7000) and "6144" in refusal(top_k=7000)
+    assert "7000" in refusal(top_k=7000) and "6656" in refusal(top_k=7000)
     with pytest.raises(NotImplementedError, match="indexer_topk_tpu: index width 96"):
         indexer_topk_tpu(jnp.ones((1, 1, 8, 96)), jnp.ones((1, 96, 9)), jnp.ones((1, 1, 8)), jnp.zeros((1, 1), int), 4)
