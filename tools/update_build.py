@@ -17,7 +17,6 @@ TEST_MAIN = "tests/conftest.py"
 # What a third-party import is called in the requirements.
 DISTRIBUTIONS = {
     "absl": "absl-py",
-    "boto3": "moto",  # which brings the one that goes with s3fs
     "etils": "etils",
     "flax": "flax",
     "fsspec": "fsspec",
