@@ -177,7 +177,8 @@ def _check_target(target, fingerprint, source):
     elif (target / _STATE).exists():
         owner = read_checked_json(target / _STATE)["source"]
     else:
-        strangers = [path.name for path in target.iterdir() if path.name != _LOCK and not path.name.endswith(".tmp")]
+        present = target.iterdir() if target.exists() else ()  # a bucket has no empty folders
+        strangers = [path.name for path in present if path.name != _LOCK and not path.name.endswith(".tmp")]
         if strangers:
             raise ValueError(f"{target} is not empty ({', '.join(sorted(strangers)[:5])}); give an empty or new folder")
         write_checked_json(target / _STATE, {"source": fingerprint})
