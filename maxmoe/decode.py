@@ -290,7 +290,10 @@ def _load_session(model: Any, fingerprint: str | None) -> Any:
 def _save_session(run: Any, model: Any, fingerprint: str | None) -> None:
     from maxmoe.checkpoint.session import save_session
 
-    session = run.session()
+    try:
+        session = run.session()
+    except RuntimeError as error:
+        raise ValueError(f"--save_session={_SAVE_SESSION.value}: nothing was saved: {error}") from error
     save_session(_SAVE_SESSION.value, session, model, weights_fingerprint=fingerprint)
     print(f"{_NAME}: saved {session.num_tokens} tokens to {_SAVE_SESSION.value}", file=sys.stderr)
 

@@ -135,3 +135,33 @@ def test_checksums_are_compared_unless_switched_off(capsys, tmp_path, converted)
     code, _, error = _main(capsys, *arguments)
     assert code == 2 and "is damaged" in error and "layer_" in error
     assert _main(capsys, *arguments, "--verify_checksums=off")[0] == 0
+
+
+def test_ctrl_c_saves_what_there_is(capsys, tmp_path, monkeypatch):
+    whole, _ = _answer(capsys, f"--prompt={PROMPT}", "--max_tokens=12")
+    folder, collect = tmp_path / "a", decode._collect
+
+    def interrupted_after_four(run, *arguments):
+        def steps():
+            for number, step in enumerate(run, 1):
+                yield step
+                if number == 4:
+                    raise KeyboardInterrupt
+
+        collect(steps(), *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "_collect", interrupted_after_four)
+        arguments = (*SETTINGS, f"--prompt={PROMPT}", "--max_tokens=12", f"--save_session={folder}")
+        code, out, _ = _main(capsys, *arguments)
+    begun = json.loads(out)
+    assert code == 130 and begun["ids"] == whole["ids"][:4]
+    rest, _ = _answer(capsys, f"--resume_session={folder}", "--max_tokens=8")
+    assert begun["ids"] + rest["ids"] == whole["ids"]
+
+
+def test_ctrl_c_before_the_prompt_is_read_says_that_nothing_was_saved(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "_collect", lambda *arguments: None)
+    code, _, error = _main(capsys, f"--prompt={PROMPT}", f"--save_session={tmp_path / 'a'}")
+    assert code == 2 and "nothing was saved: no session: the run stopped before its prompt was read" in error
+    assert list(tmp_path.iterdir()) == []
