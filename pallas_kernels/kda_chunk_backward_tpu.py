@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda_chunk_tpu import CHUNK, kda_chunk_tpu
+from pallas_kernels.kda_chunk_tpu import CHUNK, kda_chunk_refusal, kda_chunk_tpu
 from pallas_kernels.kda_work_list_tpu import unpack_item, work_list
+
+kda_chunk_trainable_refusal = kda_chunk_refusal  # the same kernel runs
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 

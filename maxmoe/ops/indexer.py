@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from maxmoe.ops import dispatch
 from maxmoe.ops.mla import causal_mask
 from maxmoe.ops.query_blocks import map_query_blocks
 
@@ -31,7 +32,7 @@ def select_topk(scores: Float[Array, "*b S"], k: int, valid: Bool[Array, "*b S"]
     Order: score descending, then index ascending. NaN and -inf rank last among the valid, by index.
     Returns: int32 indices; -1 fills the end where fewer than k entries are valid.
     """
-    num_keys = scores.shape[-1]
+    num_keys, valid = scores.shape[-1], jnp.broadcast_to(valid, scores.shape)
     run = _run_length(num_keys, k)
     if run == 1:
         values, indices = jax.lax.top_k(_ranked(scores, valid), min(k, num_keys))
@@ -85,14 +86,29 @@ def select_tokens(
     head_weights: Float[Array, "B T I"],
     positions: Int[Array, "B T"],
     top_k: int,
+    implementation: str | None = None,
 ) -> Int[Array, "B T top_k"]:
     """Chooses the slots each query may see, among those at and before its position.
 
     The score matrix exists for one block of queries at a time, never whole at long context.
+
+    Args:
+      implementation: See `dispatch.choose`. The TPU kernel takes keys with the sequence on the last axis: a copy of
+        the cache unless the compiler lays it out so.
     """
+    refusals = {"pallas_tpu": lambda: _tpu().indexer_topk_tpu_refusal(q, jnp.swapaxes(keys, 1, 2), top_k)}
+    if dispatch.choose("select_tokens", implementation, refusals) == "pallas_tpu":
+        return _tpu().indexer_topk_tpu(q, jnp.swapaxes(keys, 1, 2), head_weights, positions, top_k)
 
     def select(q, head_weights, positions):
         return select_topk(index_scores(q, keys, head_weights), top_k, causal_mask(positions, keys.shape[1]))
 
     elements = q.shape[0] * q.shape[2] * keys.shape[1]
     return map_query_blocks(select, elements, q, head_weights, positions)
+
+
+def _tpu():
+    """The kernel for TPU; importing Pallas takes a second that few need."""
+    from pallas_kernels import indexer_topk_tpu
+
+    return indexer_topk_tpu

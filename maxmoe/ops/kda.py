@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmoe.ops import dispatch
+
 # Decay and state keep full float32 products on every platform.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -79,6 +81,7 @@ def kda_chunked(
     beta: Float[Array, "B T H"],
     state: Float[Array, "B H K V"],
     chunk_size: int = 64,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Runs KDA a chunk at a time: same arguments, results and equation as `kda_recurrent`.
 
@@ -91,10 +94,21 @@ def kda_chunked(
     No exponent is ever positive (see `_decayed_products`), so any gate is safe, bounded or not, and a token
     never depends on a later one, not even by rounding. (A NaN, though, spreads through its row's chunk.)
 
-    Raises: ValueError if chunk_size is not a power of two.
+    Args:
+      implementation: See `dispatch.choose`. Kernels have a chunk size of their own, and no gradient on GPU.
+    Raises: ValueError if chunk_size is not a power of two; NotImplementedError for a named kernel that cannot run.
     """
     if chunk_size < _BASE or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size={chunk_size}: must be a power of two and at least {_BASE}, e.g. 64")
+    refusals = {
+        "pallas_tpu": lambda: _tpu().kda_chunk_trainable_refusal(q.shape, v.shape, v.dtype, state.shape[0]),
+        "pallas_gpu": lambda: _gpu().kda_chunk_gpu_refusal(q.shape, v.shape, q.dtype, state.shape[0], False),
+    }
+    chosen = dispatch.choose("kda_chunked", implementation, refusals)
+    if chosen == "pallas_tpu":
+        return _tpu().kda_chunk_trainable_tpu(q, k, v, g, beta, state)
+    if chosen == "pallas_gpu":
+        return _gpu().kda_chunk_gpu(q, k, v, g, beta, state)
     num_tokens, out_dtype = q.shape[1], v.dtype
     pad = -num_tokens % chunk_size
 
@@ -116,6 +130,19 @@ def kda_chunked(
     state, out = jax.lax.scan(one_chunk, state.astype(jnp.float32), tuple(map(chunked, (q, k, v, g, beta))))
     out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(out.shape[1], -1, out.shape[2], out.shape[-1])
     return out[:, :num_tokens].astype(out_dtype), state
+
+
+def _tpu():
+    """The kernels for TPU; importing Pallas takes a second that few need."""
+    from pallas_kernels import kda_chunk_backward_tpu
+
+    return kda_chunk_backward_tpu
+
+
+def _gpu():
+    from pallas_kernels import kda_chunk_gpu
+
+    return kda_chunk_gpu
 
 
 def _decayed_products(q, k, g):

@@ -1,0 +1,57 @@
+"""Which implementation of an op runs: the plain JAX form, or a Pallas kernel for the platform at hand."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+from absl import logging
+
+NAMES = ("xla", "pallas_tpu", "pallas_gpu")
+
+_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+
+# What None means, by op and platform. The plain form stands wherever a kernel has not yet been run on a device and
+# been found the faster one: all of them so far.
+DEFAULTS = {
+    "kda_chunked": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "select_tokens": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+}
+
+_logged: set[tuple[str, str]] = set()
+
+
+def choose(op: str, implementation: str | None, kernels: Mapping[str, Callable[[], str | None]]) -> str:
+    """The name of the implementation that runs. The choice is logged once per op.
+
+    Args:
+      implementation: A name, which runs or raises; or None for the platform's default, and for the plain form where
+        the default cannot run.
+      kernels: The op's kernels, each with what says why it cannot run for the shapes given, or None.
+    Raises: ValueError for a name that no op has; NotImplementedError, with the reason, for a named kernel that cannot
+      run here.
+    """
+    if implementation is None:
+        chosen = DEFAULTS[op].get(jax.default_backend(), "xla")
+        if chosen != "xla" and _refusal(op, chosen, kernels):
+            chosen = "xla"
+    elif implementation not in NAMES:
+        raise ValueError(f"implementation={implementation!r}: allowed are {', '.join(NAMES)}, and None for the best")
+    else:
+        chosen = implementation
+        if chosen != "xla" and (reason := _refusal(op, chosen, kernels)):
+            raise NotImplementedError(
+                f"{op}: implementation={implementation!r} cannot run: {reason}. Give 'xla', or None for the best that "
+                "can run here"
+            )
+    if (op, chosen) not in _logged:
+        _logged.add((op, chosen))
+        logging.info("%s: implementation %s on %s", op, chosen, jax.default_backend())
+    return chosen
+
+
+def _refusal(op, name, kernels) -> str | None:
+    if name not in kernels:
+        return f"{op} has no such kernel; it has {', '.join(('xla', *kernels))}"
+    platform = jax.default_backend()
+    if platform != _PLATFORMS[name]:
+        return f"it runs on {_PLATFORMS[name]}, and this process computes on {platform}"
+    return kernels[name]()
