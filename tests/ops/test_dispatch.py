@@ -29,6 +29,7 @@ def on_tpu(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, kernel=kernel: kernel(*args, interpret=pltpu.InterpretParams()))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the Pallas interpreter before jax 0.12 can stop for ever")
 def test_named_kernel_runs_and_agrees(on_tpu):
     inputs = _kda_inputs()
     out, state = kda.kda_chunked(*inputs, implementation="pallas_tpu")
@@ -38,6 +39,7 @@ def test_named_kernel_runs_and_agrees(on_tpu):
     np.testing.assert_allclose(state, wanted_state, rtol=0, atol=1e-4)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the Pallas interpreter before jax 0.12 can stop for ever")
 def test_named_indexer_kernel_selects_the_same(on_tpu):
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.integers(-3, 4, (1, 5, 2, 128)), jnp.float32)
