@@ -12,6 +12,7 @@ needs room for twice the checkpoint, and is left in place for a second run; remo
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -156,8 +157,8 @@ def _get_ready(work):
     """Imports, memory from the host, and a fresh count of the largest resident set."""
     import numpy as np
 
-    from maxmoe.checkpoint import convert, store  # noqa: F401
-
+    for name in ("convert", "store"):
+        importlib.import_module(f"maxmoe.checkpoint.{name}")
     memory = np.empty(_size(work / "published") + 2**30, np.uint8)
     memory[::4096] = 1
     del memory

@@ -1,6 +1,6 @@
 """Speed of every op in each of its implementations, at the shapes that one device of a K3.1 slice sees.
 
-    python tools/bench_kernels.py --out /tmp/kernels                        all that can run on this machine
+    python tools/bench_kernels.py --out results                             all that can run on this machine
     python tools/bench_kernels.py --ops kda,mla --shapes B8 --repeats 9     some of it
     python tools/bench_kernels.py --shapes cpu_                             plain forms beside what they replace
     python tools/bench_kernels.py --static --chips v6e,tpu7x --ops mxfp4    costs that need no chip

@@ -1,12 +1,12 @@
 r"""Checks and times the kernels for NVIDIA GPUs on one H200, beside flash-linear-attention, in under four minutes.
 
-    python tools/device_gpu.py --out=/tmp/device_gpu
+    python tools/device_gpu.py --out=results
 
 Each kernel first meets the plain operation on a small input; one that differs is not timed. Without PyTorch and
 flash-linear-attention their row is left out. A small run on any machine, which shows only that the script works:
 
     python tools/device_gpu.py --interpret --tokens=130 --heads=2 --experts=4 --batches=2 --keys=64 --hidden=64 \
-        --latent=128 --top_k=32 --repeats=1 --out=/tmp/device_gpu
+        --latent=128 --top_k=32 --repeats=1 --out=results
 """
 
 import dataclasses

@@ -102,7 +102,7 @@ def test_save_may_be_moved_with_its_manifest(tmp_path):
     [
         ("gs://bucket/a b/c%", "gs://bucket/a%20b/c%25/"),
         ("s3://bucket/x/", "s3://bucket/x/"),
-        ("/tmp/a#b", "file:///tmp/a%23b/"),
+        ("/data/a#b", "file:///data/a%23b/"),
     ],
 )
 def test_kvstore_url_escapes_what_means_something_in_a_url(url, expected):

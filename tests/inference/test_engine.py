@@ -7,7 +7,6 @@ below are further apart than that, so that tokens must be equal and log-probabil
 import dataclasses
 from pathlib import Path
 
-import flax.linen as nn
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from maxmoe.inference import steps
 from maxmoe.inference.engine import Engine, Step
 from maxmoe.inference.sampling import SamplingParams
 from maxmoe.model.transformer import Transformer
-from maxmoe.params import PACKED, SCALE, abstract_params
+from tests.inference.random_weights import random_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 16
@@ -40,19 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    """Float32 weights far larger than a new model's, so that tokens are told apart clearly."""
-    rng = np.random.default_rng(0)
-
-    def fill(path, leaf):
-        name = path[-1].key
-        if name.endswith(PACKED):
-            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8))
-        if name.endswith(SCALE):
-            return jnp.full(leaf.shape, 124, jnp.uint8)  # 2^-3
-        center = 1.0 if "norm" in name else 0.0
-        return jnp.asarray(center + 0.2 * rng.normal(size=leaf.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(fill, nn.unbox(abstract_params(model)))
+    return random_weights(model, jnp.float32)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,7 @@ from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling import SamplingParams
 from maxmoe.inference.streaming import StreamingEngine, list_layers
 from maxmoe.model.stacks import FFN
-from maxmoe.params import PACKED, SCALE, abstract_params
+from tests.inference.random_weights import random_weights
 from tests.inference.tree_source import TreeSource
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,22 +34,6 @@ SAMPLED = SamplingParams(temperature=1.5, top_p=0.95, seed=5, max_tokens=6)
 SHORT, LONG = [300, 7], [(37 * i) % 256 + 3 for i in range(37)]  # one chunk, mostly padding; three chunks
 
 
-def _random_params(model):
-    """Weights far larger than a new model's, so that tokens are told apart clearly."""
-    rng = np.random.default_rng(0)
-
-    def fill(path, leaf):
-        name = path[-1].key
-        if name.endswith(PACKED):
-            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8))
-        if name.endswith(SCALE):
-            return jnp.full(leaf.shape, 124, jnp.uint8)  # 2^-3
-        center = 1.0 if "norm" in name else 0.0
-        return jnp.asarray(center + 0.2 * rng.normal(size=leaf.shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(fill, nn.unbox(abstract_params(model)))
-
-
 @functools.cache
 def _load(name):
     """The model, its weights as published, and the resident engine, in float32.
@@ -63,7 +46,7 @@ def _load(name):
             config, num_layers=NUM_LAYERS, full_attention_layers=(0, 2, 4), attn_res_block_size=2
         )
         model = mm.Transformer(config)
-        published = _random_params(model)
+        published = random_weights(model)
     else:
         model = mm.Transformer(mm.load_config(ROOT / "tests/golden" / name))
         published = mm.load_params(ROOT / "tests/golden" / name, model)

@@ -9,10 +9,10 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def pytest_collection_modifyitems(items):
-    """Skips what needs the interpreter of a newer JAX; ahead-of-time compilation needs none."""
+    """Skips what needs the TPU interpreter of a newer JAX; GPU kernels and ahead-of-time compilation need none."""
     if jax.__version_info__ >= (0, 12):
         return
-    reason = f"the Pallas interpreter of jax {jax.__version__} can stop for ever on few cores; from 0.12 on it is used"
+    reason = f"the TPU interpreter of jax {jax.__version__} was seen to stop without end on two cores; 0.12 is tested"
     for item in items:
-        if item.path.parent.name == "pallas_kernels" and "compiled" not in item.path.name:
+        if item.path.parent.name == "pallas_kernels" and item.path.name.endswith("_tpu.py"):
             item.add_marker(pytest.mark.skip(reason=reason))

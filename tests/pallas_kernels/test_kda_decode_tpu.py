@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from maxmoe.ops.kda import bounded_gate, kda_step, softplus_gate
-from maxmoe.ops.norm import gated_rms_norm, l2_norm
-from maxmoe.ops.short_conv import short_conv
 from pallas_kernels.kda_decode_tpu import kda_decode_refusal, kda_decode_tpu
 from tests.ops.closeness import assert_close, assert_same_bits
-
-EPS = 1e-5
-BOUND = -5.0
+from tests.ops.kda_decode_reference import BOUND, EPS, decode_inputs, plain_decode
 
 
 def _decode(lower_bound=BOUND, detect_races=False):
@@ -26,51 +21,13 @@ def _decode(lower_bound=BOUND, detect_races=False):
 decode = _decode()
 
 
-def _inputs(seed, batch, heads, num_slots, dtype):
-    rng = np.random.default_rng(seed)
-    channels = heads * 128
-    rows = [rng.standard_normal((batch, channels)) for _ in range(5)]
-    rows = [jnp.asarray(x, dtype) for x in (*rows, rng.standard_normal((batch, heads)))]
-    weights = (
-        rng.standard_normal((3, channels, 4)) * 0.5,
-        rng.standard_normal(channels),
-        rng.uniform(-1, 1, heads),
-        rng.uniform(0.5, 1.5, 128),
-    )
-    state = rng.standard_normal((num_slots, heads, 128, 128)).astype(np.float32)
-    conv = jnp.asarray(rng.standard_normal((num_slots, 3, 3, heads, 128)), dtype)
-    return rows, [jnp.asarray(x, jnp.float32) for x in weights], jnp.asarray(state), conv
-
-
-def _plain(rows, weights, state, conv, lower_bound=BOUND):
-    """The layer's decode between its projections: states row by row."""
-    q, k, v, z, gate, beta = rows
-    conv_weight, dt_bias, a_log, out_norm = weights
-    batch, heads = beta.shape
-
-    def by_head(x):
-        return x.reshape(batch, 1, heads, 128)
-
-    ones = jnp.ones(batch, jnp.int32)
-    conv = conv.reshape(batch, 3, 3, -1)
-    pairs = [short_conv(x[:, None], conv_weight[i], conv[:, i], ones) for i, x in enumerate((q, k, v))]
-    q, k, v = (by_head(jax.nn.silu(y).astype(q.dtype)) for y, _ in pairs)
-    q, k = l2_norm(q) * 128**-0.5, l2_norm(k)
-    z = by_head(z.astype(jnp.float32) + dt_bias)
-    g = softplus_gate(z, a_log) if lower_bound is None else bounded_gate(z, a_log, lower_bound)
-    beta = jax.nn.sigmoid(beta.astype(jnp.float32))
-    out, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta, state)
-    out = gated_rms_norm(out, gate.reshape(batch, heads, 128), out_norm, EPS)
-    return out.reshape(batch, -1), state, jnp.stack([x for _, x in pairs], axis=1).reshape(batch, 3, 3, heads, 128)
-
-
 @pytest.mark.parametrize("lower_bound", [BOUND, None])
 @pytest.mark.parametrize(("dtype", "heads"), [(jnp.float32, 3), (jnp.bfloat16, 16)])
 def test_kda_decode_equals_the_plain_layer(dtype, heads, lower_bound):
     slots = np.asarray([4, 0, 2], np.int32)
-    rows, weights, state, conv = _inputs(0, 3, heads, 5, dtype)
+    rows, weights, state, conv = decode_inputs(0, 3, heads, 5, dtype)
     out, new_state, new_conv = _decode(lower_bound)(*rows, *weights, state, conv, slots)
-    expected, states, convs = _plain(rows, weights, state[slots], conv[slots], lower_bound)
+    expected, states, convs = plain_decode(rows, weights, state[slots], conv[slots], lower_bound)
     assert out.dtype == dtype and new_state.dtype == jnp.float32 and new_conv.dtype == dtype
     # All float32: sums of 128 terms in another order. In bfloat16 q, k, v and o are rounded in both, and a sum that
     # stands at the middle between two values may fall to either.
@@ -86,7 +43,7 @@ def test_kda_decode_equals_the_plain_layer(dtype, heads, lower_bound):
 
 @pytest.mark.parametrize("slots", [[-1, 3, -1, 1], [-1, -1, -1, -1], [2, -1, -1, -1], [-1, -1, 0, 3]])
 def test_kda_decode_padding_leaves_every_slot_alone(slots):
-    rows, weights, state, conv = _inputs(1, 4, 2, 4, jnp.float32)
+    rows, weights, state, conv = decode_inputs(1, 4, 2, 4, jnp.float32)
     rows = [jnp.where((np.asarray(slots) < 0)[:, None], jnp.nan, x) for x in rows]
     out, new_state, new_conv = decode(*rows, *weights, state, conv, np.asarray(slots, np.int32))
     for slot in range(4):
@@ -96,7 +53,7 @@ def test_kda_decode_padding_leaves_every_slot_alone(slots):
             continue
         row = slots.index(slot)
         one = slice(row, row + 1)
-        expected, states, _ = _plain([x[one] for x in rows], weights, state[slot][None], conv[slot][None])
+        expected, states, _ = plain_decode([x[one] for x in rows], weights, state[slot][None], conv[slot][None])
         assert_close(out[one], expected, atol=2e-5, rtol=1e-5, label=f"output of row {row}")
         assert_close(new_state[slot], states[0], atol=1e-5, label=f"state of slot {slot}")
     for row, slot in enumerate(slots):
@@ -105,7 +62,7 @@ def test_kda_decode_padding_leaves_every_slot_alone(slots):
 
 
 def test_kda_decode_nan_of_one_sequence_stays_in_it():
-    rows, weights, state, conv = _inputs(2, 4, 2, 4, jnp.float32)
+    rows, weights, state, conv = decode_inputs(2, 4, 2, 4, jnp.float32)
     slots = np.asarray([3, 1, 0, 2], np.int32)
     clean = decode(*rows, *weights, state, conv, slots)
     bad = decode(*[x.at[1].set(jnp.nan) for x in rows], *weights, state.at[1].set(jnp.nan), conv, slots)
@@ -116,7 +73,7 @@ def test_kda_decode_nan_of_one_sequence_stays_in_it():
 
 
 def test_kda_decode_convolution_follows_its_taps():
-    rows, weights, state, conv = _inputs(3, 1, 1, 1, jnp.float32)
+    rows, weights, state, conv = decode_inputs(3, 1, 1, 1, jnp.float32)
     conv, slots = jnp.zeros_like(conv), np.zeros(1, np.int32)
     for t in range(1, 7):
         rows[:3] = [jnp.full((1, 128), t, jnp.float32)] * 3
@@ -125,7 +82,7 @@ def test_kda_decode_convolution_follows_its_taps():
 
 
 def test_kda_decode_has_no_races():
-    rows, weights, state, conv = _inputs(4, 4, 2, 4, jnp.float32)
+    rows, weights, state, conv = decode_inputs(4, 4, 2, 4, jnp.float32)
     slots = np.asarray([2, -1, 0, 1], np.int32)
     given = _decode(detect_races=True)(*rows, *weights, state, conv, slots)
     for x, y in zip(given, decode(*rows, *weights, state, conv, slots), strict=True):
@@ -138,6 +95,6 @@ def test_kda_decode_refuses_what_it_cannot_do():
     assert "3 taps" in kda_decode_refusal(96, 128, 3, jnp.bfloat16, jnp.float32)
     assert "bfloat16" in kda_decode_refusal(96, 128, 4, jnp.bfloat16, jnp.bfloat16)
     assert "25 heads" in kda_decode_refusal(25, 128, 4, jnp.bfloat16, jnp.float32)
-    rows, weights, state, conv = _inputs(5, 1, 1, 1, jnp.float16)
+    rows, weights, state, conv = decode_inputs(5, 1, 1, 1, jnp.float16)
     with pytest.raises(NotImplementedError, match="projections of float16"):
         decode(*rows, *weights, state, conv, np.zeros(1, np.int32))

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmoe.ops.kda import bounded_gate, kda_step, softplus_gate
-from maxmoe.ops.norm import gated_rms_norm, l2_norm
-from maxmoe.ops.short_conv import short_conv
 from pallas_kernels.kda_chunk_gpu import kda_chunk_gpu, kda_chunk_gpu_refusal
 from pallas_kernels.kda_decode_gpu import kda_decode_gpu, kda_decode_gpu_refusal
 from tests.ops.closeness import assert_close, assert_same_bits
+from tests.ops.kda_decode_reference import EPS, decode_inputs, plain_decode
 from tests.ops.kda_reference import random_inputs, reference_forward
 
-EPS = 1e-5
 chunk = jax.jit(functools.partial(kda_chunk_gpu, interpret=True))
 
 
@@ -109,53 +106,16 @@ def test_kda_chunk_refuses_what_it_cannot_do():
         chunk(*_inputs(8, 3)[:5], np.zeros((2, 2, 128, 128), np.float32))
 
 
-def _decode_inputs(seed, batch, heads, num_slots, dtype):
-    rng = np.random.default_rng(seed)
-    channels = heads * 128
-    rows = [rng.standard_normal((batch, channels)) for _ in range(5)]
-    rows = [jnp.asarray(x, dtype) for x in (*rows, rng.standard_normal((batch, heads)))]
-    weights = (
-        rng.standard_normal((3, channels, 4)) * 0.5,
-        rng.standard_normal(channels),
-        rng.uniform(-1, 1, heads),
-        rng.uniform(0.5, 1.5, 128),
-    )
-    state = rng.standard_normal((num_slots, heads, 128, 128)).astype(np.float32)
-    conv = jnp.asarray(rng.standard_normal((num_slots, 3, 3, heads, 128)), dtype)
-    return rows, [jnp.asarray(x, jnp.float32) for x in weights], jnp.asarray(state), conv
-
-
-def _plain_decode(rows, weights, state, conv, lower_bound):
-    """The layer's decode between its projections: states row by row."""
-    q, k, v, z, gate, beta = rows
-    conv_weight, dt_bias, a_log, out_norm = weights
-    batch, heads = beta.shape
-
-    def by_head(x):
-        return x.reshape(batch, 1, heads, 128)
-
-    conv = conv.reshape(batch, 3, 3, -1)
-    ones = jnp.ones(batch, jnp.int32)
-    pairs = [short_conv(x[:, None], conv_weight[i], conv[:, i], ones) for i, x in enumerate((q, k, v))]
-    q, k, v = (by_head(jax.nn.silu(y).astype(q.dtype)) for y, _ in pairs)
-    q, k = l2_norm(q) * 128**-0.5, l2_norm(k)
-    z = by_head(z.astype(jnp.float32) + dt_bias)
-    g = softplus_gate(z, a_log) if lower_bound is None else bounded_gate(z, a_log, lower_bound)
-    out, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], jax.nn.sigmoid(beta.astype(jnp.float32)), state)
-    out = gated_rms_norm(out, gate.reshape(batch, heads, 128), out_norm, EPS)
-    return out.reshape(batch, -1), state, jnp.stack([x for _, x in pairs], axis=1).reshape(batch, 3, 3, heads, 128)
-
-
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 @pytest.mark.parametrize(("dtype", "heads"), [(jnp.float32, 3), (jnp.bfloat16, 2)])
 def test_kda_decode_equals_the_plain_layer_and_touches_only_named_slots(dtype, heads, lower_bound):
     slots, real = np.asarray([4, -1, 0, 2], np.int32), np.array([0, 2, 3])
-    rows, weights, state, conv = _decode_inputs(0, 4, heads, 5, dtype)
+    rows, weights, state, conv = decode_inputs(0, 4, heads, 5, dtype)
     rows = [x.at[1].set(jnp.nan) for x in rows]
     decode = jax.jit(functools.partial(kda_decode_gpu, lower_bound=lower_bound, norm_eps=EPS, interpret=True))
     out, new_state, new_conv = decode(*rows, *weights, state, conv, slots)
     named = slots[real]
-    expected, states, convs = _plain_decode([x[real] for x in rows], weights, state[named], conv[named], lower_bound)
+    expected, states, convs = plain_decode([x[real] for x in rows], weights, state[named], conv[named], lower_bound)
     assert out.dtype == dtype and new_state.dtype == jnp.float32 and new_conv.dtype == dtype
     # All float32: sums of 128 terms in another order. In bfloat16 q, k, v and o are rounded in both, and a sum that
     # stands at the middle between two values may fall to either.

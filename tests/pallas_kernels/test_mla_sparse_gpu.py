@@ -48,7 +48,8 @@ def _reference(q, q_shared, latent, shared, table, indices):
         named = named[(named >= 0) & (named < table.shape[1] * PAGE_SIZE)]
         if named.size:
             row = table[b, named // PAGE_SIZE] * PAGE_SIZE + named % PAGE_SIZE
-            scores = SCALE * sum(np.asarray(x[b, t], np.float64) @ r[row].T for x, r in zip((q, q_shared), rows))  # noqa: B905
+            queries = [np.asarray(x[b, t], np.float64) for x in (q, q_shared)]
+            scores = SCALE * sum(x @ r[row].T for x, r in zip(queries, rows, strict=True))
             top = scores.max(axis=-1, keepdims=True)
             weights = np.exp(scores - top)
             context[b, t] = weights @ rows[0][row] / weights.sum(axis=-1, keepdims=True)
