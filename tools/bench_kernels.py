@@ -33,17 +33,6 @@ from tools.kernel_case import Case, Implementation, find_cases
 from tools.kernel_report import StaticResult, TimedResult
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("ops", [], "Ops to measure, by parts of their names; all if empty.")
-flags.DEFINE_list("shapes", [], "Shapes to measure, by parts of their names; all if empty.")
-flags.DEFINE_integer("repeats", 7, "Samples of each; five times as many where they are short.", lower_bound=1)
-flags.DEFINE_float("max_seconds", 60, "Of one implementation's samples; then no more are taken.", lower_bound=0)
-flags.DEFINE_integer("seed", 0, "Of the random arguments.")
-flags.DEFINE_bool("static", False, "Compile the kernels for --chips and count, instead of measuring.")
-flags.DEFINE_list("chips", ["v5p", "v6e", "tpu7x"], f"Chips of --static, of {', '.join(aot_compile.CHIPS)}.")
-flags.register_validator(
-    "chips", lambda chips: set(chips) <= set(aot_compile.CHIPS), f"only {', '.join(aot_compile.CHIPS)} are known"
-)
-flags.DEFINE_string("out", None, "Folder for results.md, results.json and results.png; made if absent.")
 
 # An accelerator is given several short calls at once, for a sample of about this length: a single one measures how fast
 # Python asks. On a CPU a single call is undisturbed more often than a row of them, and there are more samples instead.
@@ -206,5 +195,21 @@ def static_results(cases: list[Case], chips: list[str]):
                 yield StaticResult(**common, cost=cost)
 
 
+def _define_flags():
+    """Only the command has flags: whoever imports this module may have others of the same names."""
+    flags.DEFINE_list("ops", [], "Ops to measure, by parts of their names; all if empty.")
+    flags.DEFINE_list("shapes", [], "Shapes to measure, by parts of their names; all if empty.")
+    flags.DEFINE_integer("repeats", 7, "Samples of each; five times as many where they are short.", lower_bound=1)
+    flags.DEFINE_float("max_seconds", 60, "Of one implementation's samples; then no more are taken.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Of the random arguments.")
+    flags.DEFINE_bool("static", False, "Compile the kernels for --chips and count, instead of measuring.")
+    flags.DEFINE_list("chips", ["v5p", "v6e", "tpu7x"], f"Chips of --static, of {', '.join(aot_compile.CHIPS)}.")
+    flags.register_validator(
+        "chips", lambda chips: set(chips) <= set(aot_compile.CHIPS), f"only {', '.join(aot_compile.CHIPS)} are known"
+    )
+    flags.DEFINE_string("out", None, "Folder for results.md, results.json and results.png; made if absent.")
+
+
 if __name__ == "__main__":
+    _define_flags()
     app.run(main)

@@ -17,12 +17,9 @@ from maxmoe.checkpoint import object_storage
 from maxmoe.checkpoint.convert import convert
 from maxmoe.checkpoint.export import export
 from maxmoe.checkpoint.safetensors_header import CheckpointError
-from tests.checkpoint import test_object_storage
-
-server, client = test_object_storage.server, test_object_storage.client
+from tests.checkpoint.s3_server import ROOT as BUCKET
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/tiny_k3"
-BUCKET = test_object_storage.ROOT
 
 
 @pytest.fixture(scope="module")
