@@ -22,15 +22,11 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def kvstore_url(folder: epath.Path) -> str:
-    """A folder as TensorStore names it: characters that mean something in a URL are escaped."""
-    scheme, _, rest = os.fspath(absolute_path(folder)).rpartition("://")
-    return f"{scheme or 'file'}://{urllib.parse.quote(rest)}".rstrip("/") + "/"
-
-
-def kvstore(folder: epath.Path) -> str | dict[str, Any]:
-    """A folder, on a disk or in a bucket, as TensorStore opens it."""
-    return object_storage.kvstore_spec(folder) if object_storage.is_remote(folder) else kvstore_url(folder)
+def kvstore(folder: epath.PathLike) -> str | dict[str, Any]:
+    """A folder, on a disk or in a bucket, as TensorStore opens it. In a URL, characters with a meaning are escaped."""
+    if object_storage.is_remote(folder):
+        return object_storage.kvstore_spec(folder)
+    return f"file://{urllib.parse.quote(os.fspath(absolute_path(folder)))}/"
 
 
 def list_files(folder: epath.Path, *, with_checksums: bool, executor: Executor | None = None) -> dict[str, list]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from maxmoe.checkpoint.hf_names import EXPERTS, layer_group
 from maxmoe.checkpoint.weight_source import WeightSource
 from maxmoe.config import MXFP4_GROUP, MoEConfig
 from maxmoe.ops.experts import ExpertWeights
@@ -55,11 +56,6 @@ class StreamStats:
             f"experts: {self.expert_hits} of {lookups} lookups ({self.hit_rate:.1%}) found in the cache; read "
             f"{self.expert_bytes / 2**30:.3f} GiB of experts, {self.dense_bytes / 2**30:.3f} GiB of other weights"
         )
-
-
-def group_of(layer: int) -> str:
-    """The group of a `WeightSource` that holds a layer."""
-    return f"layer_{layer:03d}"
 
 
 def expert_shapes(config: MoEConfig) -> ExpertWeights:
@@ -152,7 +148,7 @@ class ExpertCache:
         """Reads one expert; runs in a thread."""
         arrays = []
         for name, shape in zip(ExpertWeights._fields, self.shapes, strict=True):
-            array = self.source.read(group_of(layer), f"experts/{name}", (expert,))
+            array = self.source.read(layer_group(layer), f"{EXPERTS}{name}", (expert,))
             if array.shape != shape or array.dtype != np.uint8:
                 raise ValueError(
                     f"expert {expert} of layer {layer}: {name} is {array.dtype} {array.shape}; this model needs "

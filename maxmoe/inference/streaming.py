@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from maxmoe.checkpoint.hf_names import TOP_GROUP, layer_group
 from maxmoe.checkpoint.weight_source import WeightSource
 from maxmoe.config import ModelConfig, SituConfig
 from maxmoe.inference.engine import PREFILL_CHUNK, Engine
-from maxmoe.inference.expert_cache import ExpertCache, StreamStats, group_of
+from maxmoe.inference.expert_cache import ExpertCache, StreamStats
 from maxmoe.model.block import Layer, layer_of
 from maxmoe.model.cache import Cache, KDACache, MLACache, Spans
 from maxmoe.model.moe_layer import Routing, run_experts
@@ -86,9 +87,9 @@ class DenseWeights:
 
     def top(self, config: ModelConfig) -> dict[str, Array]:
         """Reads embedding, head and what belongs to it."""
-        table, vector = (config.vocab_size, config.model_dim), (config.model_dim,)
-        vectors = dict.fromkeys(("final_norm", "final_res_norm", "final_res_proj"), vector)
-        return self._collect(self._start("top", {"embedding": table, "lm_head": table, **vectors}))
+        weights = nn.unbox(abstract_params(Transformer(config)))
+        shapes = {name: leaf.shape for name, leaf in weights.items() if not name.startswith("stacks_")}
+        return self._collect(self._start(TOP_GROUP, shapes))
 
     def take(self, depth: int) -> dict[str, Any]:
         """The dense weights of a layer, as its module's parameters. Starts to read the next, after the last the first.
@@ -100,10 +101,10 @@ class DenseWeights:
             reads = ahead[1]
         else:
             _cancel(ahead[1] if ahead is not None else {})
-            reads = self._start(group_of(depth), self.layers[depth].shapes)
+            reads = self._start(layer_group(depth), self.layers[depth].shapes)
         weights = self._collect(reads)
         following = (depth + 1) % len(self.layers)
-        self._ahead = following, self._start(group_of(following), self.layers[following].shapes)
+        self._ahead = following, self._start(layer_group(following), self.layers[following].shapes)
         return weights
 
     def _start(self, group, shapes):

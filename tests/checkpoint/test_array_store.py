@@ -98,15 +98,11 @@ def test_save_may_be_moved_with_its_manifest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("gs://bucket/a b/c%", "gs://bucket/a%20b/c%25/"),
-        ("s3://bucket/x/", "s3://bucket/x/"),
-        ("/data/a#b", "file:///data/a%23b/"),
-    ],
+    ("folder", "expected"),
+    [("/data/a b/c%", "file:///data/a%20b/c%25/"), ("/data/x/", "file:///data/x/"), ("/a#b", "file:///a%23b/")],
 )
-def test_kvstore_url_escapes_what_means_something_in_a_url(url, expected):
-    assert files.kvstore_url(url) == expected
+def test_kvstore_escapes_what_means_something_in_a_url(folder, expected):
+    assert files.kvstore(folder) == expected
 
 
 # Parts

@@ -14,9 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
-from maxmoe.checkpoint import array_store
+from maxmoe.checkpoint import array_store, files
 from maxmoe.checkpoint.array_store import save_arrays
-from maxmoe.checkpoint.files import kvstore_url
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from tests.checkpoint import save_in_process
@@ -152,7 +151,7 @@ def test_merge_says_when_a_process_is_missing():
 def _check_chunks(folder, stored):
     """A chunk with a checksum is a stored one, however the array was sharded."""
     for name, info in stored.arrays.items():
-        kvstore = {"driver": "ocdbt", "base": kvstore_url(folder), "path": name.replace("/", ".") + "/"}
+        kvstore = {"driver": "ocdbt", "base": files.kvstore(folder), "path": name.replace("/", ".") + "/"}
         store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True, open=True).result()
         assert info.chunk == tuple(store.chunk_layout.read_chunk.shape or ()), name
     assert stored.arrays["columns"].chunk[0] == 64 and stored.arrays["columns"].chunk[1] < 20

@@ -12,9 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmoe.checkpoint import chunks
+from maxmoe.checkpoint import chunks, files
 from maxmoe.checkpoint.array_store import save_arrays
-from maxmoe.checkpoint.files import kvstore_url
 from maxmoe.checkpoint.stored_arrays import StoredArrays
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 7, 12, 13, 16, 25, 36, 41, 60])
@@ -23,7 +22,7 @@ SHAPES = st.lists(SIZES, max_size=4).map(tuple).filter(lambda shape: math.prod(s
 
 def stored_chunks(folder, name: str) -> tuple[int, ...]:
     """The chunk shape in the stored array's own metadata."""
-    kvstore = {"driver": "ocdbt", "base": kvstore_url(folder), "path": name.replace("/", ".") + "/"}
+    kvstore = {"driver": "ocdbt", "base": files.kvstore(folder), "path": name.replace("/", ".") + "/"}
     store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True, open=True).result()
     return tuple(store.chunk_layout.read_chunk.shape or ())
 

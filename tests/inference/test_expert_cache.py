@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from maxmoe.checkpoint.hf_names import layer_group
 from maxmoe.config import MoEConfig
-from maxmoe.inference.expert_cache import ExpertCache, StreamStats, expert_shapes, group_of
+from maxmoe.inference.expert_cache import ExpertCache, StreamStats, expert_shapes
 from maxmoe.ops.experts import ExpertWeights
 
 CONFIG = MoEConfig(num_experts=9, top_k=2, num_shared_experts=1, expert_dim=32, latent_dim=64, routed_scale=1.0)
@@ -144,4 +145,4 @@ def test_stream_stats_say_it_in_a_line():
     stats = StreamStats(expert_hits=3, expert_misses=1, expert_bytes=2**30, dense_bytes=2**29)
     line = "experts: 3 of 4 lookups (75.0%) found in the cache; read 1.000 GiB of experts, 0.500 GiB of other weights"
     assert stats.summary() == line
-    assert group_of(7) == "layer_007"
+    assert layer_group(7) == "layer_007"
