@@ -1,23 +1,32 @@
-"""Speed and memory of converting and loading a checkpoint, beside what the same disk gives to a plain read.
+"""Speed and memory of converting and loading a checkpoint, beside what the same disk gives to plain reads.
 
     python tools/bench_checkpoint.py --work /scratch/folder
     python tools/bench_checkpoint.py --work /scratch/folder --experts 128 --layers 6
 
 Makes a checkpoint in the published layout with the widths of K3, fewer experts and layers, and random bytes, which
-nothing compresses; converts it; loads it from both forms. Every step runs in a process of its own, with the files
-dropped from the page cache before it. Before the clock starts, the process imports what it needs, and touches and
-frees as much memory as the checkpoint has: a virtual machine gets its memory from the host at the first touch, slower
-than from the disk. Peak memory is the largest resident set of the process, from the start of the step on. The folder
-needs room for twice the checkpoint, and is left in place for a second run; remove it yourself.
+nothing compresses; converts it; loads it from both forms, in turns with two plain ways to read the same files: into
+one small buffer, as `dd` into /dev/null, and into memory that is kept, as `cp` into /dev/shm. Rounds and medians,
+because the disks of virtual machines vary by a factor within minutes.
+
+Every step runs in a process of its own, with the files dropped from the page cache before it. Before the clock
+starts, the process imports what it needs, and touches and frees as much memory as the checkpoint has: a virtual
+machine gets its memory from the host at the first touch, slower than from the disk. The shapes of the model's
+weights are traced before the clock starts, too, and that time is shown apart: it is the same for any number of bytes.
+Peak memory is the largest resident set of the process, from the start of the step on. /dev/shm needs room for the
+checkpoint, the folder for twice as much; the folder is left in place for a second run; remove it yourself.
 """
 
+import atexit
 import dataclasses
 import importlib
 import json
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _WORK = flags.DEFINE_string("work", None, "Folder for the checkpoints, on the disk to measure.", required=True)
 _EXPERTS = flags.DEFINE_integer("experts", 64, "Routed experts per layer.", lower_bound=16)
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers; the first is dense, the last has full attention.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "How often everything is read.", lower_bound=1)
 _STEP = flags.DEFINE_string("step", None, "Runs one step in this process; used by the tool itself.")
 
 
@@ -45,19 +55,28 @@ def main(argv):
     make_checkpoint(work / "published")
     size = _size(work / "published")
     print(f"published folder: {size / 2**30:.2f} GiB in {len(list((work / 'published').glob('*.safetensors')))} files")
-    for step in STEPS:
-        _drop_from_cache(work)
-        facts = _run(step)
-        rate = size / facts["seconds"] / 1e9
-        extra = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("seconds", "peak_bytes"))
-        print(
-            f"{step:22s} {facts['seconds']:7.1f} s, {rate:.2f} GB/s, peak memory {facts['peak_bytes'] / 2**30:.2f} GiB"
-            + (f", {extra}" if extra else ""),
-            flush=True,
-        )
+    _report("convert", _run("convert"), size)
+    rates = {step: [] for step in READS}
+    for _ in range(_ROUNDS.value):
+        for step in READS:
+            facts = _run(step)
+            _report(step, facts, size)
+            rates[step].append(size / facts["seconds"] / 1e9)
+    medians = {step: statistics.median(found) for step, found in rates.items()}
+    for step, found in rates.items():
+        spread = f"{min(found):.2f} to {max(found):.2f}"
+        shares = ", ".join(f"{medians[step] / medians[plain]:.0%} of {plain}" for plain in ("dd", "cp to memory"))
+        print(f"{step:22s} median {medians[step]:.2f} GB/s ({spread}), {shares}")
+
+
+def _report(step, facts, size):
+    extra = "".join(f", {key} {value}" for key, value in facts.items() if key not in ("seconds", "peak_bytes"))
+    rate, peak = size / facts["seconds"] / 1e9, facts["peak_bytes"] / 2**30
+    print(f"{step:22s} {facts['seconds']:7.1f} s, {rate:.2f} GB/s, peak memory {peak:.2f} GiB{extra}", flush=True)
 
 
 def _run(step):
+    _drop_from_cache(Path(_WORK.value))
     command = [sys.executable, __file__, f"--work={_WORK.value}", f"--step={step}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -107,20 +126,23 @@ def make_checkpoint(folder):
     (folder / "config.json").write_text(json.dumps(to_published(config), indent=2))
 
 
-def read_plainly(work):
-    """Reads every byte of the published folder, as `cat` to nowhere would."""
-    buffer = bytearray(8 * 2**20)
+def read_to_nowhere(work):
+    """`dd bs=8M of=/dev/null` of every file."""
     for path in sorted((work / "published").glob("*.safetensors")):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=8M", "status=none"], check=True)
+    return {}
+
+
+def copy_to_memory(work):
+    """`cp` into the file system that lies in memory; what was copied is removed after the clock has stopped."""
+    target = tempfile.mkdtemp(prefix="bench_checkpoint_", dir="/dev/shm")
+    atexit.register(shutil.rmtree, target)
+    subprocess.run(["cp", "-r", work / "published", target], check=True)
     return {}
 
 
 def convert(work):
     """Converts into a fresh target."""
-    import shutil
-
     from maxmoe.checkpoint import convert, sources
 
     target = work / "orbax"
@@ -136,21 +158,26 @@ def _load(folder, **options):
     import jax
 
     from maxmoe import Transformer, load_config, load_params
+    from maxmoe.params import abstract_params
 
-    params = load_params(folder, Transformer(load_config(folder)), **options)
+    model = Transformer(load_config(folder))
+    began = time.perf_counter()
+    abstract_params(model)
+    traced = time.perf_counter()
+    params = load_params(folder, model, **options)
+    seconds = time.perf_counter() - traced
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return {"loaded GiB": round(size / 2**30, 2)}
+    return {"seconds": seconds, "loaded GiB": round(size / 2**30, 2), "traced before s": round(traced - began, 2)}
 
 
-STEPS = {
-    "convert": convert,
-    "plain read": read_plainly,
+READS = {
+    "dd": read_to_nowhere,
     "load safetensors": lambda work: _load(work / "published"),
-    "plain read again": read_plainly,
+    "cp to memory": copy_to_memory,
     "load orbax, verified": lambda work: _load(work / "orbax"),
     "load orbax, unverified": lambda work: _load(work / "orbax", verify="off"),
-    "plain read, third time": read_plainly,
 }
+STEPS = {"convert": convert} | READS
 
 
 def _get_ready(work):

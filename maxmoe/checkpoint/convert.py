@@ -36,6 +36,7 @@ from maxmoe.checkpoint.hf_names import EXPERTS, PREFIX, VISION_GROUP, VISION_PRE
 from maxmoe.checkpoint.safetensors_io import CheckpointError, CheckpointReader, numpy_dtype
 from maxmoe.checkpoint.store import match
 from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
+from maxmoe.command_line import flags_parser
 from maxmoe.config import load_config
 from maxmoe.model.transformer import Transformer
 
@@ -68,6 +69,7 @@ def convert(
         fingerprint = _fingerprint(reader)
         with _only_writer(target):
             _check_target(target, fingerprint, source)
+            _remove_half_written(target)
             carry_files(source, target, say)
             groups = _group_names(weights, vision)
             _convert_groups(target, groups, weights, reader, fingerprint, say)
@@ -170,6 +172,15 @@ def _fingerprint(reader: CheckpointReader) -> str:
     return digest.hexdigest()
 
 
+def _remove_half_written(target):
+    """Removes what a killed run has left of this command's own two files; in a bucket objects appear whole."""
+    if object_storage.is_remote(target):
+        return
+    for name in (sources.INDEX_NAME, _STATE):
+        for path in target.glob(f"{name}.*.tmp"):
+            path.unlink()
+
+
 def _check_target(target, fingerprint, source):
     """Refuses a target that belongs to something else, and notes whose it is."""
     if (target / sources.INDEX_NAME).exists():
@@ -254,4 +265,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed; an accelerator need not wake up
     _define_flags()
-    app.run(main)
+    app.run(main, flags_parser=flags_parser(_NAME))

@@ -28,6 +28,7 @@ from maxmoe.checkpoint.safetensors_writer import TensorOnDemand, write_checkpoin
 from maxmoe.checkpoint.sources import OrbaxSource, WeightInfo
 from maxmoe.checkpoint.store import match_stored
 from maxmoe.checkpoint.stored_arrays import Verify
+from maxmoe.command_line import flags_parser
 from maxmoe.config import load_config
 from maxmoe.model.transformer import Transformer
 from maxmoe.ops import mxfp4
@@ -183,4 +184,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     _define_flags()
-    app.run(main)
+    app.run(main, flags_parser=flags_parser(_NAME))

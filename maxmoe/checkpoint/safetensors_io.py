@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from maxmoe.checkpoint.files import forget_pages
 from maxmoe.checkpoint.safetensors_header import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -114,9 +115,14 @@ class CheckpointReader:
     `tensors` is in order of file, then of offset. Reading from several threads is safe. Use the reader as a
     context manager, or `close` it.
 
+    Attributes:
+      keeps_cached: Whether the system may keep what `read_into` has read in its cache of files. True at first.
+
     Raises:
       CheckpointError: Lists everything that is wrong with the folder.
     """
+
+    keeps_cached = True
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
@@ -226,6 +232,8 @@ class CheckpointReader:
                     if not count:
                         raise CheckpointError(f"{info.file} ended inside {name!r}; it was cut short while it was read")
                     done, position = done + count, position + count
+                if length and not self.keeps_cached:
+                    forget_pages(file.fileno(), info.begin + offset, length)
 
     def _check_unchanged(self, path: Path, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())

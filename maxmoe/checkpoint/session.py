@@ -21,16 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
+from maxmoe import axes
 from maxmoe.checkpoint.array_store import save_arrays
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 from maxmoe.checkpoint.sources import OrbaxSource, SafetensorsSource
 from maxmoe.checkpoint.stored_arrays import StoredArrays, Verify
 from maxmoe.config import ModelConfig
-from maxmoe.model.cache import Cache, make_cache
+from maxmoe.model.cache import Cache, MLACache, from_plain, make_cache, to_plain
 from maxmoe.model.transformer import Transformer
+from maxmoe.sharding import activation_spec
 
 _FORMAT = "maxmoe session 1"
 _GROWING = ("rows", "index_keys")  # arrays of the cache with one entry per token, on axis 2
@@ -114,7 +116,9 @@ def grow_cache(cache: Cache, max_len: int) -> Cache:
     """The same state with room for `max_len` tokens per row. The given cache where it has as much already."""
     if cache.max_len is None or cache.max_len >= max_len:
         return cache
-    return _map_growing(lambda leaf: _padded(leaf, max_len), cache)
+    entries = [entry for stack in cache.stacks for entry in stack if isinstance(entry, MLACache)]
+    plain = _map_growing(lambda leaf: _padded(leaf, max_len), _to_plain(cache))
+    return _from_plain(plain, entries[0].rows.latent_dim)
 
 
 # ---- Which model ----------------------------------------------------------------------------------------------------
@@ -200,7 +204,8 @@ def save_session(
             f"save_session: the cache holds {lengths.tolist()} tokens, token_ids {sizes}, and there are "
             f"{len(session.seeds)} seeds; all must agree, and no row may be empty"
         )
-    arrays = _named(_map_growing(lambda leaf: _padded(leaf, _stored_len(session.num_tokens)), session.cache))
+    kept = _to_plain(session.cache)
+    arrays = _named(_map_growing(lambda leaf: _padded(leaf, _stored_len(session.num_tokens)), kept))
     arrays |= {"token_ids": np.concatenate(session.token_ids).astype(np.int32), "logits": session.logits}
     meta = {
         "format": _FORMAT,
@@ -235,6 +240,10 @@ def _named(cache) -> dict[str, Any]:
 
 def _kind(name):
     return name.rpartition("/")[2]
+
+
+_to_plain = jax.jit(to_plain)
+_from_plain = jax.jit(from_plain, static_argnums=1)
 
 
 def _map_growing(function, cache):
@@ -290,7 +299,8 @@ def load_session(
     shapes = _wanted_shapes(stored, model.config, len(sizes), max_len or max(sizes))
     _check_arrays(folder, stored, shapes, sizes)
     leaves = [_read(stored, name, leaf, mesh) for name, leaf in _named(shapes).items()]
-    cache = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    plain = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    cache = _from_plain(plain, model.config.mla.kv_lora_rank)
     if np.asarray(cache.lengths).tolist() != sizes:
         raise CheckpointError(f"{folder}: the cache holds {cache.lengths} tokens and the manifest says {sizes}")
     logits = jax.ShapeDtypeStruct((len(sizes), model.config.vocab_size), jnp.float32)
@@ -307,7 +317,7 @@ def load_session(
 def _wanted_shapes(stored, config, batch, max_len) -> Cache:
     """Shapes of the cache that is loaded."""
     dtype = _kept_dtype(stored.arrays)
-    return jax.eval_shape(functools.partial(make_cache, config, batch, max_len, dtype))
+    return jax.eval_shape(lambda: to_plain(make_cache(config, batch, max_len, dtype)))
 
 
 def _kept_dtype(arrays) -> np.dtype | None:
@@ -360,7 +370,10 @@ def _read(stored, name, leaf, mesh) -> jax.Array:
 
 
 def _sharding(name, shape, mesh):
-    axis, mesh_axis = {"state": (2, "tensor"), "rows": (2, "seq"), "index_keys": (2, "seq")}.get(_kind(name), (0, None))
-    if mesh_axis not in mesh.shape or shape[axis] % mesh.shape[mesh_axis]:
-        return NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh_axis))
+    names = {
+        "conv": (None, axes.BATCH, None, None, axes.HEADS, None),
+        "state": (None, axes.BATCH, axes.HEADS, None, None),
+        "rows": (None, axes.BATCH, axes.SLOTS, None),
+        "index_keys": (None, axes.BATCH, axes.SLOTS, None),
+    }.get(_kind(name), (None,) * len(shape))
+    return NamedSharding(mesh, activation_spec(mesh, names, shape))

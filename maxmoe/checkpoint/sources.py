@@ -98,6 +98,10 @@ class SafetensorsSource:
                 tasks.append((pieces[0], out[inside], cut))
         list((_pool().map if len(tasks) > 1 else map)(lambda task: self._load_box(*task, info), tasks))
 
+    def forget_what_is_read(self) -> None:
+        """From now on the system does not keep the bytes that `read_into` has read in its cache of files."""
+        self._reader.keeps_cached = False
+
     def _load_box(self, piece, out, box, info):
         shape = info.shape[1:] if piece.inner else info.shape
         self._load_into(piece, out, chunks.byte_runs(box, shape, info.dtype.itemsize))
@@ -181,6 +185,11 @@ class OrbaxSource:
     def read_into(self, out: np.ndarray, group: str, name: str, index: tuple[int | slice, ...] = ()) -> None:
         """`read` into a contiguous array of the weight's dtype."""
         self.groups[group].read_into(out, name, index)
+
+    def forget_what_is_read(self) -> None:
+        """From now on the system does not keep the bytes that were read in its cache of files."""
+        for stored in self.groups.values():
+            stored.keeps_cached = False
 
 
 def group_folder(checkpoint: epath.PathLike, group: str) -> epath.Path:

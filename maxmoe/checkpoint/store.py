@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,10 +32,11 @@ from maxmoe.checkpoint.stored_arrays import Verify
 from maxmoe.config import ModelConfig, load_config
 from maxmoe.model.transformer import Transformer
 from maxmoe.params import abstract_params
-from maxmoe.sharding import weight_sharding
+from maxmoe.sharding import ShardingRules
 
 _LOADERS = 2  # weights that are read at once
 _ALIGNMENT = 64  # bytes: what XLA asks of memory that it is to use in place
+_CACHED_SHARE = 1 / 4  # of the machine's memory: larger checkpoints do not stay in the system's cache of files
 _SHOWN = 20  # problems of one kind that a message lists
 
 
@@ -156,8 +158,13 @@ class _Loader:
     """Makes the arrays of a parameter tree from a source, a few weights at a time."""
 
     def __init__(self, source, model, mesh, dtype):
-        self._source, self._mesh, self._dtype = source, mesh, dtype
+        self._source, self._dtype = source, dtype
+        self._rules = None if mesh is None else ShardingRules(mesh, model.config)
         self._boxed = flax.traverse_util.flatten_dict(abstract_params(model))
+        # What was read is in memory twice, in the cache of files and in the array; a large checkpoint needs the room.
+        num_bytes = sum(info.num_bytes for info in source.weights.values())
+        if num_bytes > _CACHED_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            source.forget_what_is_read()
         self._parts: dict[tuple[str, ...], dict[tuple[int, ...], tuple[str, str]]] = {}
         for piece in published_pieces(model):
             self._parts.setdefault(piece.path, {})[piece.stack_index] = (piece.group, piece.weight)
@@ -176,9 +183,7 @@ class _Loader:
         return flax.traverse_util.unflatten_dict(loaded)
 
     def _sharding(self, path, box):
-        if self._mesh is None:
-            return None
-        return weight_sharding(self._mesh, box.names, box.value.shape, "/".join(path))
+        return None if self._rules is None else self._rules.sharding(box.names, box.value.shape, "/".join(path))
 
     def _leaf(self, path, sharding):
         shape, parts = self._boxed[path].value.shape, self._parts[path]

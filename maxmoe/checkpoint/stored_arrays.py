@@ -16,7 +16,14 @@ import tensorstore
 from etils import epath
 
 from maxmoe.checkpoint import chunks, object_storage
-from maxmoe.checkpoint.files import absolute_path, file_checksum, kvstore, list_files, read_checked_json
+from maxmoe.checkpoint.files import (
+    absolute_path,
+    file_checksum,
+    forget_pages,
+    kvstore,
+    list_files,
+    read_checked_json,
+)
 from maxmoe.checkpoint.safetensors_header import CheckpointError
 
 FORMAT = "maxmoe arrays 1"
@@ -79,6 +86,7 @@ class StoredArrays:
       arrays: What is stored, by name.
       meta: The JSON values that were saved along.
       bytes_read: Bytes read so far, whole chunks.
+      keeps_cached: Whether the system may keep what was read in its cache of files. True at first.
     """
 
     def __init__(self, folder: epath.PathLike, verify: Verify = "full", label: str = ""):
@@ -105,6 +113,7 @@ class StoredArrays:
         self._files: dict[str, list] = manifest["files"]
         self.arrays = {name: _stored_info(entry) for name, entry in manifest["arrays"].items()}
         self.bytes_read = 0
+        self.keeps_cached = True
         self._lock = threading.Lock()
         self._check_files(contents="small" if verify == "full" else "none")
         self._stores: dict[str, tensorstore.TensorStore] = {}
@@ -171,6 +180,14 @@ class StoredArrays:
         self._check(name, info, values, outer)
         if values is not out:
             out[...] = values[_inside(box, outer)]
+        if not self.keeps_cached and not object_storage.is_remote(self.folder):
+            self._forget_pages()
+
+    def _forget_pages(self):
+        """Of all files, for which of them hold an array is TensorStore's affair; it takes microseconds a file."""
+        for name in self._files:
+            with open(self.folder / name, "rb", buffering=0) as file:
+                forget_pages(file.fileno())
 
     @contextlib.contextmanager
     def _naming(self, name):

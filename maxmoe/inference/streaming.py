@@ -49,12 +49,12 @@ class LayerAt(NamedTuple):
 
 
 @functools.cache
-def list_layers(config: ModelConfig) -> tuple[LayerAt, ...]:
+def list_layers(config: ModelConfig, implementation: str | None = None) -> tuple[LayerAt, ...]:
     """All layers of a model, in order. Makes no array."""
     weights = nn.unbox(abstract_params(Transformer(config, scan_layers=True)))
     layers = []
     for number, plan in enumerate(plan_stacks(config)):
-        modules = [layer_of(config, plan, place) for place in range(plan.size)]
+        modules = [layer_of(config, plan, place, implementation) for place in range(plan.size)]
         stacked = [weights[f"stacks_{number}"]["scanned"][f"layers_{place}"] for place in range(plan.size)]
         shapes = [
             {name: leaf.shape[1:] for name, leaf in flax.traverse_util.flatten_dict(tree, sep="/").items()}
@@ -173,7 +173,7 @@ class StreamingEngine(Engine):
         """
         self.stats = StreamStats()
         config = model.config
-        self._layers = list_layers(config)
+        self._layers = list_layers(config, model.implementation)
         num_moe = sum(layer.module.kind.ffn is FFN.MOE for layer in self._layers)
         self._experts = ExpertCache(source, config.moe, num_moe, expert_cache_bytes, self.stats)
         self._dense = DenseWeights(source, self._layers, dtype, self.stats)

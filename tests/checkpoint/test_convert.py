@@ -139,6 +139,18 @@ def test_a_second_run_keeps_what_is_complete(converted):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_a_killed_run_leaves_nothing_of_its_files(tmp_path):
+    """The process was killed between writing a file under another name and renaming it."""
+    target = tmp_path / "killed"
+    target.mkdir()
+    halves = [target / f"{INDEX_NAME}.e1d62f1a.tmp", target / "conversion.json.0123abcd.tmp"]
+    for path in halves:
+        path.write_text('{"half')
+    convert(GOLDEN / "tiny_k3", target)
+    assert not any(path.exists() for path in halves)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", INDEX_NAME, "weights"]
+
+
 def test_an_unfinished_target_is_not_loaded(converted, tmp_path):
     target, _ = converted
     shutil.copytree(target, tmp_path / "half")
@@ -252,6 +264,8 @@ def test_command(tmp_path):
     assert "100 %" in done.stdout and not done.stderr
     wrong = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert wrong.returncode == 2 and "--target is missing" in wrong.stderr
+    unknown = subprocess.run([*command, "--targets=x"], capture_output=True, text=True, cwd=ROOT)
+    assert unknown.returncode == 2 and "maxmoe.checkpoint.convert: Unknown command line flag" in unknown.stderr
 
 
 MEMORY = """

@@ -26,7 +26,7 @@ from maxmoe.checkpoint.store import open_source
 from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling import SamplingParams
-from maxmoe.model.cache import make_cache
+from maxmoe.model.cache import from_plain, make_cache, to_plain
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("tiny_k3", "tiny_k31")
@@ -119,8 +119,8 @@ def _noise(model, lengths, max_len, dtype):
         used[...] = rng.integers(-1000, 1000, used.shape, np.int16)
         return jnp.asarray(values)
 
-    shapes = jax.eval_shape(lambda: make_cache(model.config, len(lengths), max_len, dtype))
-    return jax.tree.map(fill, shapes).replace(lengths=jnp.asarray(lengths))
+    shapes = jax.eval_shape(lambda: to_plain(make_cache(model.config, len(lengths), max_len, dtype)))
+    return from_plain(jax.tree.map(fill, shapes), model.config.mla.kv_lora_rank).replace(lengths=jnp.asarray(lengths))
 
 
 def _bytes_under(folder):
@@ -205,8 +205,9 @@ for shape in ((1, 4), (2, 2), (2, 1), (1, 2), (1, 3)):
     mesh = jax.sharding.Mesh(devices, ("seq", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     session = load_session(folder, model, mesh=mesh)
     kda, mla = session.cache.stacks[0][0], session.cache.stacks[0][-1]
-    parts = [x.sharding.shard_shape(x.shape) for x in (kda.state, mla.rows, mla.index_keys)]
-    results.append([[parts[0][2], parts[1][2], parts[2][2]], digests(session)])
+    state, keys = (x.sharding.shard_shape(x.shape) for x in (kda.state, mla.index_keys))
+    slots = mla.num_slots * mla.rows.latent.addressable_shards[0].data.size // mla.rows.latent.size
+    results.append([[state[2], slots, keys[3]], digests(session)])
 save_session(folder + "-again", session, model)
 print(json.dumps(results))
 """
@@ -214,12 +215,12 @@ print(json.dumps(results))
     steps = [mm.inference.engine.Step(*step) for step in _result(children[0])]
     assert steps == _uninterrupted("tiny_k31", SAMPLED)[BEFORE:]
     results = _result(children[1])
-    # Heads of KDA states, latent rows and index keys on one device, of 4, 256 and 256. Three do not divide four.
+    # Heads of KDA states, latent rows and index keys on one device, of 4, 256 and 256. Three do not divide these.
     assert [sizes for sizes, _ in results] == [
-        [1, 256, 256],
-        [2, 128, 128],
+        [1, 64, 64],
+        [2, 64, 64],
         [4, 128, 128],
-        [2, 256, 256],
+        [2, 128, 128],
         [4, 256, 256],
     ]
     assert all(found == _digests(session) for _, found in results)
