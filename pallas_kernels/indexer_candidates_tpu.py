@@ -6,24 +6,26 @@ lists' own. Tiles behind the last position of a program are neither fetched nor 
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.indexer_groups_tpu import insert, ranked
+from pallas_kernels.indexer_groups_tpu import insert, ranked, scoring_cost
 from pallas_kernels.tiling import IndexerTopkTpuTiling
 
 
-def indexer_candidates_tpu(q, keys, head_weights, positions, *, tiling: IndexerTopkTpuTiling, interpret=None):
+def indexer_candidates_tpu(q, keys, layer, head_weights, positions, *, tiling: IndexerTopkTpuTiling, interpret=None):
     """The best `tiling.kept` keys of each of `tiling.groups` groups of keys, for each query.
 
         score_ts = sum_i head_weights_ti relu(q_ti . key_s), in float32;   group of s = s mod groups
 
     Args:
       q: [B, T, I, J], bfloat16 or float32. J is a multiple of 128.
-      keys: [B, J, S] of q's dtype.
+      keys: [L, B, J, S] of q's dtype.
+      layer: int32 [1]. A scalar goes ahead of the kernel, so that no layer is cut out of the keys.
       head_weights: [B, T, I] float32.
       positions: [B, T] int32 below S. A query sees the slots at and before its own; none if it is negative.
     Returns: Scores, float32, and slots, int32, both [B, T, kept * groups] with the groups minor; -inf and -1 where
@@ -42,34 +44,38 @@ def indexer_candidates_tpu(q, keys, head_weights, positions, *, tiling: IndexerT
     last_tile = jnp.max(positions.reshape(batch, blocks, rows), axis=-1) // tile
     num_candidates = tiling.kept * tiling.groups
 
-    def key_window(b, t, n, last_tile):
-        return b, 0, jnp.clip(n, 0, jnp.maximum(last_tile[b, t], 0))
+    def key_window(b, t, n, layer, last_tile):
+        return layer[0], b, 0, jnp.clip(n, 0, jnp.maximum(last_tile[b, t], 0))
 
-    out_spec = pl.BlockSpec((None, rows, num_candidates), lambda b, t, n, _: (b, t, 0))
+    out_spec = pl.BlockSpec((None, rows, num_candidates), lambda b, t, n, *_: (b, t, 0))
     out_shape = (batch, blocks * rows, num_candidates)
     scores, slots = pl.pallas_call(
         functools.partial(_candidates_kernel, heads=heads, tiling=tiling),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, blocks, pl.cdiv(keys.shape[2], tile)),
+            num_scalar_prefetch=2,
+            grid=(batch, blocks, pl.cdiv(keys.shape[3], tile)),
             in_specs=[
-                pl.BlockSpec((None, None, heads * rows, width), lambda b, t, n, _: (b, t, 0, 0)),
-                pl.BlockSpec((None, width, tile), key_window),
-                pl.BlockSpec((None, rows, heads), lambda b, t, n, _: (b, t, 0)),
-                pl.BlockSpec((None, rows, 1), lambda b, t, n, _: (b, t, 0)),
+                pl.BlockSpec((None, None, heads * rows, width), lambda b, t, n, *_: (b, t, 0, 0)),
+                pl.BlockSpec((None, None, width, tile), key_window),
+                pl.BlockSpec((None, rows, heads), lambda b, t, n, *_: (b, t, 0)),
+                pl.BlockSpec((None, rows, 1), lambda b, t, n, *_: (b, t, 0)),
             ],
             out_specs=[out_spec, out_spec],
             scratch_shapes=[pltpu.VMEM((heads * rows, 128), jnp.float32), pltpu.VMEM((rows, tile), jnp.float32)],
         ),
         out_shape=[jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(out_shape, jnp.int32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=scoring_cost(q, keys, programs=batch * blocks, results=2 * math.prod(out_shape)),
         interpret=False if interpret is None else interpret,
         name="indexer_candidates",
-    )(last_tile, q, keys, head_weights, positions[..., None])
+    )(layer, last_tile, q, keys, head_weights, positions[..., None])
     return scores[:, :num_queries], slots[:, :num_queries]
 
 
-def _candidates_kernel(last_tile, q, keys, head_weights, positions, scores, slots, weights, fresh, *, heads, tiling):
+def _candidates_kernel(
+    layer, last_tile, q, keys, head_weights, positions, scores, slots, weights, fresh, *, heads, tiling
+):
+    del layer
     rows, groups, lanes = tiling.queries, tiling.groups, tiling.lanes
     n = pl.program_id(2)
 

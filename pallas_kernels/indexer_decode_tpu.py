@@ -5,48 +5,51 @@ row of scores, which is folded so that the lists of `indexer_groups_tpu` fill wh
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.indexer_groups_tpu import insert, ranked
+from pallas_kernels.indexer_groups_tpu import insert, ranked, scoring_cost
 from pallas_kernels.tiling import IndexerTopkTpuTiling
 
 
-def indexer_decode_tpu(q, keys, head_weights, positions, *, tiling: IndexerTopkTpuTiling, interpret=None):
+def indexer_decode_tpu(q, keys, layer, head_weights, positions, *, tiling: IndexerTopkTpuTiling, interpret=None):
     """As `indexer_candidates_tpu`, with the same arguments and results; the keys are read once per query."""
     batch, num_queries, heads, width = q.shape
     tile, sublanes = tiling.key_tile, tiling.groups // 128
 
-    def key_window(b, t, n, positions):
-        return b, 0, jnp.clip(n, 0, jnp.maximum(positions[b, t], 0) // tile)
+    def key_window(b, t, n, layer, positions):
+        return layer[0], b, 0, jnp.clip(n, 0, jnp.maximum(positions[b, t], 0) // tile)
 
-    out_spec = pl.BlockSpec((None, None, tiling.kept, sublanes, 128), lambda b, t, n, _: (b, t, 0, 0, 0))
+    out_spec = pl.BlockSpec((None, None, tiling.kept, sublanes, 128), lambda b, t, n, *_: (b, t, 0, 0, 0))
     out_shape = (batch, num_queries, tiling.kept, sublanes, 128)
     scores, slots = pl.pallas_call(
         functools.partial(_decode_kernel, tiling=tiling),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, num_queries, pl.cdiv(keys.shape[2], tile)),
+            num_scalar_prefetch=2,
+            grid=(batch, num_queries, pl.cdiv(keys.shape[3], tile)),
             in_specs=[
-                pl.BlockSpec((None, None, heads, width), lambda b, t, n, _: (b, t, 0, 0)),
-                pl.BlockSpec((None, width, tile), key_window),
-                pl.BlockSpec((None, None, heads, 1), lambda b, t, n, _: (b, t, 0, 0)),
+                pl.BlockSpec((None, None, heads, width), lambda b, t, n, *_: (b, t, 0, 0)),
+                pl.BlockSpec((None, None, width, tile), key_window),
+                pl.BlockSpec((None, None, heads, 1), lambda b, t, n, *_: (b, t, 0, 0)),
             ],
             out_specs=[out_spec, out_spec],
             scratch_shapes=[pltpu.VMEM((sublanes, 128), jnp.float32)],
         ),
         out_shape=[jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(out_shape, jnp.int32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=scoring_cost(q, keys, programs=batch * num_queries, results=2 * math.prod(out_shape)),
         interpret=False if interpret is None else interpret,
         name="indexer_decode",
-    )(positions, q, keys, head_weights[..., None])
+    )(layer, positions, q, keys, head_weights[..., None])
     return scores.reshape(batch, num_queries, -1), slots.reshape(batch, num_queries, -1)
 
 
-def _decode_kernel(positions, q, keys, head_weights, scores, slots, folded, *, tiling):
+def _decode_kernel(layer, positions, q, keys, head_weights, scores, slots, folded, *, tiling):
+    del layer
     groups, sublanes = tiling.groups, tiling.groups // 128
     n = pl.program_id(2)
     position = positions[pl.program_id(0), pl.program_id(1)]

@@ -1,11 +1,12 @@
 """Lists of the best keys per group, which the indexer's kernels keep while scores stream by.
 
 A key's group is its slot modulo the number of groups, so neighbours, which often score alike, spread over the
-groups. Each group keeps its `kept` best keys, best first. Everything here is elementwise over arrays whose elements
-are groups: no element moves between lanes.
+groups. Each group keeps its `kept` best keys, best first. The lists are elementwise over arrays whose elements are
+groups: no element moves between lanes.
 """
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -37,3 +38,19 @@ def insert(score, slot, scores, slots):
         new_scores.append(jnp.maximum(scores[n], jnp.minimum(scores[n - 1], score)))
         new_slots.append(jnp.where(beats[n], jnp.where(beats[n - 1], slots[n - 1], slot), slots[n]))
     return new_scores, new_slots
+
+
+def scoring_cost(q, keys, *, programs: int, results: int) -> pl.CostEstimate:
+    """What scoring costs where every slot of the cache is visible.
+
+    Args:
+      q: [..., I, J] with the heads and queries of all programs.
+      keys: [L, B, J, S].
+      programs: That read the keys of a sequence once each.
+      results: Elements of four bytes written.
+    """
+    width, num_keys = keys.shape[2:]
+    read = programs * width * num_keys * keys.dtype.itemsize + q.size * q.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * (q.size // width) * (width + 1) * num_keys, bytes_accessed=read + 4 * results, transcendentals=0
+    )

@@ -32,8 +32,10 @@ def indexer_topk_tpu_refusal(q, keys, top_k: int, tiling: IndexerTopkTpuTiling =
       q, keys: Arrays or `jax.ShapeDtypeStruct`s, as in `indexer_topk_tpu`.
     """
     width, candidates = q.shape[-1], tiling.kept * tiling.groups
-    if width % 128 or keys.shape[1] != width:
-        return f"index width {width} of q and {keys.shape[1]} of the keys; it must be one multiple of 128"
+    if keys.ndim != 4 or keys.shape[1] != q.shape[0]:
+        return f"the keys are {keys.shape}: [L, B, J, S] is allowed, with the batch of q, {q.shape[0]}"
+    if width % 128 or keys.shape[2] != width:
+        return f"index width {width} of q and {keys.shape[2]} of the keys; it must be one multiple of 128"
     if q.dtype != keys.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q is {q.dtype} and the keys are {keys.dtype}; both must be bfloat16, or both float32"
     if not 0 < 2 * top_k <= candidates:
@@ -42,9 +44,17 @@ def indexer_topk_tpu_refusal(q, keys, top_k: int, tiling: IndexerTopkTpuTiling =
 
 
 def indexer_topk_tpu(
-    q, keys, head_weights, positions, top_k: int, *, tiling: IndexerTopkTpuTiling = INDEXER_TOPK_TPU, interpret=None
+    q,
+    keys,
+    layer,
+    head_weights,
+    positions,
+    top_k: int,
+    *,
+    tiling: IndexerTopkTpuTiling = INDEXER_TOPK_TPU,
+    interpret=None,
 ):
-    """Slots of the `top_k` keys that score best for each query, among those at and before its position.
+    """Scores and slots of the `top_k` keys that score best for each query, among those at and before its position.
 
         score_ts = sum_i head_weights_ti relu(q_ti . key_s)
 
@@ -53,12 +63,15 @@ def indexer_topk_tpu(
 
     Args:
       q: [B, T, I, J], bfloat16 or float32; J is a multiple of 128.
-      keys: [B, J, S] of q's dtype: the sequence is the minor axis, which lies along the lanes. Slots after a query's
-        position may hold anything, NaN included.
+      keys: [L, B, J, S] of q's dtype: the keys of all layers, with the sequence along the lanes. Slots after a query's
+        position may hold anything, NaN included. If S is no multiple of 128, XLA keeps them in another order where
+        it is free to choose, and copies them all for the kernel.
+      layer: An integer, or one that is traced: which keys are read.
       head_weights: [B, T, I].
       positions: [B, T], integers. A query sees slots 0 to its position.
       interpret: None compiles for TPU; else what `pallas_call` takes.
-    Returns: int32 [B, T, top_k]; -1 fills the end where a query sees fewer keys.
+    Returns: Scores, float32, and slots, int32, both [B, T, top_k]; -inf and -1 fill the end where a query sees fewer
+      keys. The lowest finite number stands for NaN and -inf.
     Raises:
       NotImplementedError: What `indexer_topk_tpu_refusal` says.
     """
@@ -66,8 +79,9 @@ def indexer_topk_tpu(
         raise NotImplementedError(f"indexer_topk_tpu: {reason}")
     num_queries = q.shape[1]
     head_weights = head_weights.astype(jnp.float32)
-    positions = jnp.minimum(positions.astype(jnp.int32), keys.shape[2] - 1)
-    choose = functools.partial(_choose, keys=keys, top_k=top_k, tiling=tiling, interpret=interpret)
+    positions = jnp.minimum(positions.astype(jnp.int32), keys.shape[3] - 1)
+    layer = jnp.reshape(layer, 1).astype(jnp.int32)
+    choose = functools.partial(_choose, keys=keys, layer=layer, top_k=top_k, tiling=tiling, interpret=interpret)
     if num_queries <= tiling.chunk:
         return choose(q, head_weights, positions)
     pad = -num_queries % tiling.chunk
@@ -77,32 +91,33 @@ def indexer_topk_tpu(
         return jnp.moveaxis(x.reshape(x.shape[0], -1, tiling.chunk, *x.shape[2:]), 1, 0)
 
     # What a query's candidates take in HBM, the sort among it, is held for one chunk at a time.
-    chosen = jax.lax.map(lambda args: choose(*args), (chunks(q), chunks(head_weights), chunks(positions, -1)))
-    return jnp.moveaxis(chosen, 0, 1).reshape(q.shape[0], -1, top_k)[:, :num_queries]
+    results = jax.lax.map(lambda args: choose(*args), (chunks(q), chunks(head_weights), chunks(positions, -1)))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(q.shape[0], -1, top_k)[:, :num_queries] for x in results)
 
 
-def _choose(q, head_weights, positions, *, keys, top_k, tiling, interpret):
+def _choose(q, head_weights, positions, *, keys, layer, top_k, tiling, interpret):
     batch, num_queries = positions.shape
     candidates = indexer_decode_tpu if num_queries <= FEW_QUERIES else indexer_candidates_tpu
-    scores, slots = candidates(q, keys, head_weights, positions, tiling=tiling, interpret=interpret)
+    scores, slots = candidates(q, keys, layer, head_weights, positions, tiling=tiling, interpret=interpret)
     best, chosen = _sorted(scores, slots, top_k)
     last_best, last_slot = best[..., -1:], chosen[..., -1:]
     # The last place of every group's list: better than the last one chosen, it may hide others that are.
     end_scores, end_slots = scores[..., -tiling.groups :], slots[..., -tiling.groups :]
     hides = (end_scores > last_best) | ((end_scores == last_best) & (end_slots < last_slot))
     again = jnp.any(hides & (end_scores > -jnp.inf), axis=-1).reshape(-1)
-    chosen = jnp.where(best > -jnp.inf, chosen, -1).reshape(-1, top_k)
 
     def one_again(state):
-        again, chosen = state
+        again, best, chosen = state
         n = jnp.argmax(again)
         b, t = n // num_queries, n % num_queries
-        query = q[b, t], keys, b, head_weights[b, t], positions[b, t]
+        query = q[b, t], keys, layer, b, head_weights[b, t], positions[b, t]
         row = _choose_among_all(*query, top_k=top_k, tiling=tiling, interpret=interpret)
-        return again.at[n].set(False), chosen.at[n].set(row)
+        return again.at[n].set(False), best.at[n].set(row[0]), chosen.at[n].set(row[1])
 
-    _, chosen = jax.lax.while_loop(lambda state: jnp.any(state[0]), one_again, (again, chosen))
-    return chosen.reshape(batch, num_queries, top_k)
+    state = again, best.reshape(-1, top_k), chosen.reshape(-1, top_k)
+    _, best, chosen = jax.lax.while_loop(lambda state: jnp.any(state[0]), one_again, state)
+    chosen = jnp.where(best > -jnp.inf, chosen, -1)
+    return best.reshape(batch, num_queries, top_k), chosen.reshape(batch, num_queries, top_k)
 
 
 def _sorted(scores, slots, top_k):
@@ -112,15 +127,14 @@ def _sorted(scores, slots, top_k):
     return -negative[..., :top_k], slots[..., :top_k]
 
 
-def _choose_among_all(q, keys, row, head_weights, position, *, top_k, tiling, interpret):
+def _choose_among_all(q, keys, layer, row, head_weights, position, *, top_k, tiling, interpret):
     """One query's choice [top_k]: the best so far are sorted with the scores of one tile of keys after another."""
 
     def take_in(n, best):
-        scores = indexer_scores_tpu(q, keys, head_weights, row, n, tiling=tiling, interpret=interpret)
+        scores = indexer_scores_tpu(q, keys, layer, head_weights, row, n, tiling=tiling, interpret=interpret)
         slots = n * tiling.key_tile + jnp.arange(tiling.key_tile, dtype=jnp.int32)
         tile = ranked(scores, slots <= position), slots
         return _sorted(*(jnp.concatenate(pair) for pair in zip(best, tile, strict=True)), top_k)
 
     nothing = jnp.full(top_k, -jnp.inf, jnp.float32), jnp.full(top_k, -1, jnp.int32)
-    best, chosen = jax.lax.fori_loop(0, position // tiling.key_tile + 1, take_in, nothing)
-    return jnp.where(best > -jnp.inf, chosen, -1)
+    return jax.lax.fori_loop(0, position // tiling.key_tile + 1, take_in, nothing)

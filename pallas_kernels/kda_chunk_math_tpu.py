@@ -33,6 +33,7 @@ ROWS = 8  # sublanes of a float32 register: the rows of a block below
 _BLOCKS = CHUNK // ROWS
 _PACK = 2  # heads side by side
 _WIDTHS = (4, 8, 16, 32)
+_LOG2_E = 1.4426950408889634  # decays are kept in powers of 2, as the chip's unit computes them
 
 
 class Scratch(NamedTuple):
@@ -43,6 +44,7 @@ class Scratch(NamedTuple):
     decay: Any  # [group, 7, 64, 128]: factors of scores across borders, and of those 1, 2, 3 tokens apart
     decayed: Any  # [group, 128, 128]: K*e^G above Q*e^G
     after: Any  # [group, 72, 128]: K*e^(G_last - G) above e^G_last
+    turned: Any  # [group, 128, 72]: the same, transposed
     scores: Any  # [packs, 64, 128]: A
     lower: Any  # [packs, 64, 128]: L
     near: Any  # [packs, 3, 64, 128]: entries of L 1, 2, 3 left of the diagonal, in all lanes of their row
@@ -61,6 +63,7 @@ def scratch(group: int) -> list:
         decay=(group, len(_WIDTHS) + 3, CHUNK, DIM),
         decayed=(group, 2 * CHUNK, DIM),
         after=(group, CHUNK + ROWS, DIM),
+        turned=(group, DIM, CHUNK + ROWS),
         scores=(packs, *square),
         lower=(packs, *square),
         near=(packs, 3, *square),
@@ -71,32 +74,43 @@ def scratch(group: int) -> list:
     return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
 
-def chunk_stages(q, k, v, g, beta, state, out, start, end, refs):
+def chunk_cost() -> tuple[int, int]:
+    """Operations on the matrix unit, every pass of every product counted, and exponentials: of one head's chunk."""
+    scores = sum(2 * CHUNK if width == 4 else CHUNK for width in _WIDTHS) * DIM * CHUNK
+    inverse = sum(CHUNK if width == 4 else CHUNK // 2 for width in _WIDTHS) * 2 * CHUNK * CHUNK
+    errors, applied, update = 2 * CHUNK * DIM * DIM, 2 * CHUNK * CHUNK * DIM, DIM * CHUNK * DIM
+    passes = 3
+    return 2 * passes * (scores + inverse + errors + applied + update), (len(_WIDTHS) + 5) * CHUNK * DIM + DIM
+
+
+def chunk_stages(q, k, v, g, beta, state, out, start, end, refs, tiling):
     """The work on one chunk, as functions to be called in turn.
 
     They take rows start..end of the chunk into `state` and write those rows of `out`. A stage runs over several heads,
-    as one head's products wait for one another. In branches of their own they hardly spill registers; in one branch
-    the compiler keeps in registers, or spills, what was stored in `refs`, and overlaps stages.
+    as one head's products wait for one another; within it every head's product comes before what is done with any,
+    because the compiler hardly moves one past the other. In branches of their own stages keep to the registers; in
+    one branch the compiler keeps in registers, or spills, what was stored in `refs`, and overlaps stages.
 
-    Args: q, k, v, g, out: refs [64, group * 128]; beta [64, group]; state [group, 128, 128]; refs: of `scratch`.
+    Args: q, k, v, g, out: refs [64, group * 128]; beta [64, group]; state [group, 128, 128]; refs: of `scratch`;
+      tiling: `KdaChunkTpuTiling`, the heads of each stage.
     """
     refs = Scratch(*refs)
     group = state.shape[0]
     packs = [range(h, min(h + _PACK, group)) for h in range(0, group, _PACK)]
 
-    def real():
-        row = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, DIM), 0)
+    def real(width=DIM):
+        row = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, width), 0)
         return (row >= start) & (row < end)
 
     def lanes(x, h):
         return x[:, h * DIM : (h + 1) * DIM]
 
-    def step(h):
-        return jnp.where(real(), beta[:, h : h + 1], 0)
+    def numbered(heads):
+        return [(p, packs[p]) for p in range(heads.start // _PACK, pl.cdiv(heads.stop, _PACK))]
 
     def near_decays(heads):
         for h in heads:
-            _near_decays(h, jnp.where(real(), lanes(g, h), 0), refs)
+            _near_decays(h, jnp.where(real(), lanes(g, h) * _LOG2_E, 0), refs)
 
     def far_decays(heads):
         for h in heads:
@@ -109,65 +123,75 @@ def chunk_stages(q, k, v, g, beta, state, out, start, end, refs):
             _near_scores(h, refs.query[h], refs)
 
     def scores(i, heads):
-        for p in range(heads.start // _PACK, pl.cdiv(heads.stop, _PACK)):
-            _scores(p, i, packs[p], refs)
+        _scores(i, numbered(heads), refs)
 
-    def first_inverse():
-        for p, pack in enumerate(packs):
-            _first_inverse(p, _beside([step(h)[:, : len(pack) * CHUNK] for h in pack]), refs)
+    def first_inverse(heads):
+        step = jnp.where(real(group), beta[...], 0)
+        for p, pack in numbered(heads):
+            steps = [jnp.broadcast_to(step[:, h : h + 1], (CHUNK, len(pack) * CHUNK)) for h in pack]
+            _first_inverse(p, _beside(steps), refs)
 
     def wider_inverse(width, heads):
-        for p in range(heads.start // _PACK, pl.cdiv(heads.stop, _PACK)):
-            _wider_inverse(p, width, len(packs[p]) * CHUNK, refs)
+        _wider_inverse(width, [(p, len(pack) * CHUNK) for p, pack in numbered(heads)], refs)
 
     def errors(heads):
+        recalled = []
         for h in heads:
             from_state = _product(_split(refs.decayed[h]), _split(state[h]))
-            error = lanes(v, h).astype(jnp.float32) - from_state[:CHUNK]
-            refs.delta[h] = jnp.where(real(), step(h) * error, 0)
             refs.out[h] = from_state[CHUNK:]
+            recalled.append(from_state[:CHUNK])
+        for h, x in zip(heads, recalled, strict=True):
+            error = lanes(v, h).astype(jnp.float32) - x
+            refs.delta[h] = jnp.where(real(), beta[:, h : h + 1] * error, 0)
 
-    def deltas():
-        for p, pack in enumerate(packs):
-            inverse = _split(refs.inverse[p, :, : len(pack) * CHUNK])
+    def through(matrices, heads):
+        """Each head's product of its matrix, two of which stand side by side, and its rows of `refs.delta`."""
+        for p, pack in numbered(heads):
+            matrix = _split(matrices[p, :, : len(pack) * CHUNK])
             for i, h in enumerate(pack):
-                refs.delta[h] = _product(inverse, _at_place(_split(refs.delta[h]), i, len(pack)))
+                yield h, _product(matrix, _at_place(_split(refs.delta[h]), i, len(pack)))
 
-    def outputs():
-        for p, pack in enumerate(packs):
-            scores = _split(refs.scores[p, :, : len(pack) * CHUNK])
-            for i, h in enumerate(pack):
-                o = refs.out[h] + _product(scores, _at_place(_split(refs.delta[h]), i, len(pack)))
-                cols = slice(h * DIM, (h + 1) * DIM)
-                out[:, cols] = jnp.where(real(), o.astype(out.dtype), out[:, cols])
+    def deltas(heads):
+        for h, delta in list(through(refs.inverse, heads)):
+            refs.delta[h] = delta
+
+    def outputs(heads):
+        for h, inside in list(through(refs.scores, heads)):
+            o = refs.out[h] + inside
+            cols = slice(h * DIM, (h + 1) * DIM)
+            out[:, cols] = jnp.where(real(), o.astype(out.dtype), out[:, cols])
+
+    def turn(heads):
+        for h in heads:
+            refs.turned[h] = refs.after[h].T  # 64 keys and 8 times the decay of the whole chunk
 
     def new_states(heads):
-        for h in heads:
-            turned = refs.after[h].T  # [128, 64 keys and 8 times the decay of the whole chunk]
-            update = _product(_split(turned[:, :CHUNK]), _split(refs.delta[h]))
-            state[h] = state[h] * turned[:, CHUNK : CHUNK + 1] + update
+        updates = [_product(_split(refs.turned[h][:, :CHUNK]), _split(refs.delta[h])) for h in heads]
+        for h, update in zip(heads, updates, strict=True):
+            state[h] = state[h] * refs.turned[h][:, CHUNK : CHUNK + 1] + update
 
     def each(together, stage, *args):
         return [functools.partial(stage, *args, range(h, min(h + together, group))) for h in range(0, group, together)]
 
     return [
         *each(1, near_decays),
-        *each(1, far_decays),
-        *each(2, near_scores),
-        *each(2, scores, 0),
-        *(stage for i in range(1, len(_WIDTHS)) for stage in each(4, scores, i)),
-        first_inverse,
-        *each(4, wider_inverse, _WIDTHS[0]),
-        *(stage for width in _WIDTHS[1:] for stage in each(8, wider_inverse, width)),
-        *each(2, errors),
-        deltas,
-        outputs,
-        *each(2, new_states),
+        *each(tiling.far_decays, far_decays),
+        *each(tiling.near_scores, near_scores),
+        *each(tiling.first_scores, scores, 0),
+        *(stage for i in range(1, len(_WIDTHS)) for stage in each(tiling.scores, scores, i)),
+        *each(group, first_inverse),
+        *each(tiling.first_inverse, wider_inverse, _WIDTHS[0]),
+        *(stage for width in _WIDTHS[1:] for stage in each(tiling.inverse, wider_inverse, width)),
+        *each(tiling.errors, errors),
+        *each(tiling.deltas, deltas),
+        *each(tiling.outputs, outputs),
+        *each(group, turn),
+        *each(tiling.new_states, new_states),
     ]
 
 
 def _near_decays(h, g, refs):
-    """Decays inside eight tokens of one head, from g [64, 128]; every exponent a sum of values <= 0."""
+    """Decays inside eight tokens of one head, from g / ln 2 [64, 128]; every exponent a sum of values <= 0."""
     g = g.reshape(_BLOCKS, ROWS, DIM)
     row = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1)
     place = row % 4
@@ -175,12 +199,12 @@ def _near_decays(h, g, refs):
     three = two + _back(g, 2)
     four = two + _back(two, 2)
     for i, x in enumerate((g, two, three)):  # of the last 1, 2, 3 tokens
-        refs.decay[h, len(_WIDTHS) + i] = jnp.exp(x).reshape(CHUNK, DIM)
+        refs.decay[h, len(_WIDTHS) + i] = jnp.exp2(x).reshape(CHUNK, DIM)
     # Inside four tokens: up to and including each, and from the next one on.
     before = jnp.where(place == 0, g, jnp.where(place == 1, two, jnp.where(place == 2, three, four)))
     after = jnp.where(place == 0, _ahead(three, 3), jnp.where(place == 1, _ahead(two, 2), _ahead(g, 1)))
     after = jnp.where(place == 3, 0, after)
-    refs.decay[h, 0] = jnp.exp(jnp.where(row < 4, after, before)).reshape(CHUNK, DIM)
+    refs.decay[h, 0] = jnp.exp2(jnp.where(row < 4, after, before)).reshape(CHUNK, DIM)
     refs.decay[h, 1] = (before + jnp.where(row < 4, 0, four[:, 3:4])).reshape(CHUNK, DIM)
     refs.decay[h, 2] = (after + jnp.where(row < 4, four[:, 7:8], 0)).reshape(CHUNK, DIM)
 
@@ -201,9 +225,9 @@ def _far_decays(h, refs):
             first, second = before[r + width - 1][7:8], before[r + 2 * width - 1][7:8]
             before[low] = [x + first for x in before[low]]
             after[up] = [x + second for x in after[up]]
-        refs.decay[h, i] = jnp.exp(jnp.concatenate(pieces))
-    refs.after[h, CHUNK:] = jnp.broadcast_to(jnp.exp(before[-1][7:8]), (ROWS, DIM))
-    before, after = (jnp.exp(jnp.concatenate(x)) for x in (before, after))
+        refs.decay[h, i] = jnp.exp2(jnp.concatenate(pieces))
+    refs.after[h, CHUNK:] = jnp.broadcast_to(jnp.exp2(before[-1][7:8]), (ROWS, DIM))
+    before, after = (jnp.exp2(jnp.concatenate(x)) for x in (before, after))
     refs.decayed[h, :CHUNK] = refs.key[h] * before
     refs.decayed[h, CHUNK:] = refs.query[h] * before
     refs.after[h, :CHUNK] = refs.key[h] * after
@@ -253,28 +277,31 @@ def _ahead(x, tokens):
     return pltpu.roll(x, ROWS - tokens, 1)
 
 
-def _scores(p, i, heads, refs):
-    """Adds to A and L / beta of one pack the entries across borders between `_WIDTHS[i]` tokens."""
-    width, lanes = _WIDTHS[i], len(heads) * CHUNK
+def _scores(i, packs, refs):
+    """Adds to A and L / beta of packs the entries across borders between `_WIDTHS[i]` tokens."""
+    width = _WIDTHS[i]
     low = [r for r in range(_BLOCKS) if r * ROWS // width % 2 or width == 4]
-    left, right = [], []
-    for h in heads:
+    rows = [slice(r * ROWS, (r + 1) * ROWS) for r in low]
+
+    def factors(h):
         e = refs.decay[h, i]
         q_e, k_e = refs.query[h] * e, refs.key[h] * e
-        rows = [slice(r * ROWS, (r + 1) * ROWS) for r in low]
-        left.append(_split(jnp.concatenate([x[r] for x in (q_e, k_e) for r in rows])))
-        right.append(_split(k_e))
-    both = _product_nt(left, right).reshape(2, len(low), ROWS, lanes)
-    row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, lanes), 0)
-    col = jax.lax.broadcasted_iota(jnp.int32, (ROWS, lanes), 1) % CHUNK
-    for j, r in enumerate(low):
-        border = r * ROWS // width * width if width > 4 else r * ROWS + 4
-        across = (col < border) & (col >= border - width)
-        if width == 4:
-            across &= row >= 4
-        at = slice(r * ROWS, (r + 1) * ROWS)
-        for x, ref in ((both[0, j], refs.scores), (both[1, j], refs.lower)):
-            ref[p, at, :lanes] = jnp.where(across, x, ref[p, at, :lanes])
+        return _split(jnp.concatenate([x[r] for x in (q_e, k_e) for r in rows])), _split(k_e)
+
+    products = [_product_nt(*zip(*[factors(h) for h in heads], strict=True)) for _, heads in packs]
+    for (p, heads), both in zip(packs, products, strict=True):
+        lanes = len(heads) * CHUNK
+        both = both.reshape(2, len(low), ROWS, lanes)
+        row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, lanes), 0)
+        col = jax.lax.broadcasted_iota(jnp.int32, (ROWS, lanes), 1) % CHUNK
+        for j, r in enumerate(low):
+            border = r * ROWS // width * width if width > 4 else r * ROWS + 4
+            across = (col < border) & (col >= border - width)
+            if width == 4:
+                across &= row >= 4
+            at = rows[j]
+            for x, ref in ((both[0, j], refs.scores), (both[1, j], refs.lower)):
+                ref[p, at, :lanes] = jnp.where(across, x, ref[p, at, :lanes])
 
 
 def _first_inverse(p, step, refs):
@@ -296,26 +323,28 @@ def _first_inverse(p, step, refs):
     refs.inverse[p, :, :lanes] = _own_columns(x)
 
 
-def _wider_inverse(p, width, lanes, refs):
+def _wider_inverse(width, packs, refs):
     """Makes of inverses of diagonal blocks of `width` rows those of blocks twice as wide."""
     pieces = [slice(r, r + width) for r in range(width, CHUNK, 2 * width)] if width >= ROWS else [slice(0, CHUNK)]
 
     def low(x):
         return jnp.concatenate([x[r] for r in pieces]) if len(pieces) > 1 else x[pieces[0]]
 
-    row = low(jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), 0))
-    col = low(jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), 1)) % CHUNK
-    corner = (row // width % 2 == 1) & (col // width == row // width - 1)
-    middle = _split(jnp.where(corner, low(refs.lower[p, :, :lanes]), 0))
-    x = refs.inverse[p, :, :lanes]
-    parts = _split(x)
-    first = _product(middle, _diagonal(parts))
-    if width >= ROWS:  # rows of the upper halves are 0 in it
-        zero = jnp.zeros((width, lanes), jnp.float32)
-        first = jnp.concatenate([y for j in range(len(pieces)) for y in (zero, first[j * width : (j + 1) * width])])
-    second = _product(tuple(low(y) for y in parts), _diagonal(_split(first)))
-    for j, r in enumerate(pieces):
-        refs.inverse[p, r, :lanes] = x[r] - second[j * width : j * width + (r.stop - r.start)]
+    firsts = []
+    for p, lanes in packs:
+        row = low(jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), 0))
+        col = low(jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), 1)) % CHUNK
+        corner = (row // width % 2 == 1) & (col // width == row // width - 1)
+        middle = _split(jnp.where(corner, low(refs.lower[p, :, :lanes]), 0))
+        firsts.append(_product(middle, _diagonal(_split(refs.inverse[p, :, :lanes]))))
+    for (p, lanes), first in zip(packs, firsts, strict=True):
+        if width >= ROWS:  # rows of the upper halves are 0 in it
+            zero = jnp.zeros((width, lanes), jnp.float32)
+            first = jnp.concatenate([y for j in range(len(pieces)) for y in (zero, first[j * width : (j + 1) * width])])
+        x = refs.inverse[p, :, :lanes]
+        second = _product(tuple(low(y) for y in _split(x)), _diagonal(_split(first)))
+        for j, r in enumerate(pieces):
+            refs.inverse[p, r, :lanes] = x[r] - second[j * width : j * width + (r.stop - r.start)]
 
 
 def _beside(xs):

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_chunk_math_tpu as math
 from pallas_kernels.kda_work_list_tpu import CLEAR, COMPUTE, unpack_item, work_list
-from pallas_kernels.tiling import KDA_CHUNK_TPU
+from pallas_kernels.tiling import KDA_CHUNK_TPU7X, KDA_CHUNK_V5P, KDA_CHUNK_V6E, KdaChunkTpuTiling
 
 CHUNK = math.CHUNK
 _DIM = math.DIM
@@ -50,6 +50,7 @@ def kda_chunk_tpu(
     *,
     cu_seqlens: jax.Array | None = None,
     state_positions: jax.Array | None = None,
+    tiling: KdaChunkTpuTiling | None = None,
     interpret=None,
 ):
     """Runs KDA over a batch of rows, or over sequences packed one after another in a single row.
@@ -69,6 +70,7 @@ def kda_chunk_tpu(
       state_positions: int32 [P], in any order, each in 1..T: states wanted besides the final ones. Entry p asks for
         the state after the row's first p tokens, of the sequence that token p - 1 belongs to. Multiples of 64 cost
         nothing but the write; any other position cuts a chunk in two.
+      tiling: None for that of the chip which is compiled for.
       interpret: Passed on to `pallas_call`.
     Returns: Outputs [B, T, H, 128] in v's dtype, final states float32 [N, H, 128, 128] and, if `state_positions` is
       given, the states asked for, float32 [B, P, H, 128, 128].
@@ -87,7 +89,7 @@ def kda_chunk_tpu(
         asked = (rows + state_positions.astype(np.int32)[None, :]).reshape(-1)
     lanes = [x.reshape(batch * num_tokens, heads * _DIM) for x in (q, k, v, g.astype(jnp.float32))]
     beta = beta.astype(jnp.float32).reshape(batch * num_tokens, heads)
-    out, *states = _packed(*lanes, beta, state.astype(jnp.float32), starts, asked, interpret)
+    out, *states = _packed(*lanes, beta, state.astype(jnp.float32), starts, asked, tiling or _chip()[0], interpret)
     out = out.reshape(batch, num_tokens, heads, _DIM)
     if asked is None:
         return out, states[0]
@@ -115,10 +117,10 @@ def _check_shapes(q, k, v, g, beta, state, cu_seqlens):
         raise ValueError(f"cu_seqlens of shape {cu_seqlens.shape}: {state.shape[0]} states need {state.shape[0] + 1}")
 
 
-def _packed(q, k, v, g, beta, state, starts, asked, interpret):
+def _packed(q, k, v, g, beta, state, starts, asked, tiling, interpret):
     """The kernel call: tokens [T, H * 128], beta [T, H], states [N, H, 128, 128], asked [P] or None."""
     num_tokens, heads = beta.shape
-    group = max(n for n in range(1, KDA_CHUNK_TPU.heads_per_program + 1) if heads % n == 0)
+    group = heads_of_program(heads, tiling.heads_per_program)
     items = work_list(starts, asked, num_tokens, CHUNK)
     # One program reads its heads' columns; as a block of [T, H] they would not start at a multiple of 128 lanes.
     beta = jnp.moveaxis(beta.reshape(num_tokens, heads // group, group), 1, 0)
@@ -137,7 +139,7 @@ def _packed(q, k, v, g, beta, state, starts, asked, interpret):
         )
         out_shape.append(jax.ShapeDtypeStruct((asked.shape[0], *state.shape[1:]), jnp.float32))
     return pl.pallas_call(
-        functools.partial(_kernel, group=group),
+        functools.partial(_kernel, group=group, tiling=tiling),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(items),
             grid=(heads // group, items[0].shape[0]),
@@ -147,12 +149,23 @@ def _packed(q, k, v, g, beta, state, starts, asked, interpret):
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost((q, k, v, g, beta, state), out_shape, heads, items[0].shape[0]),
         interpret=False if interpret is None else interpret,
         name="kda_chunk_tpu",
     )(*items, q, k, v, g, beta, state)
 
 
-def _kernel(chunk, seq, slot, meta, q, k, v, g, beta, state_in, out, state, *rest, group):
+def _cost(operands, results, heads, num_items):
+    """What the compiler is told: everything passes HBM once, and every item takes a chunk's work."""
+    flops, exponentials = math.chunk_cost()
+    return pl.CostEstimate(
+        flops=flops * heads * num_items,
+        transcendentals=exponentials * heads * num_items,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *results)),
+    )
+
+
+def _kernel(chunk, seq, slot, meta, q, k, v, g, beta, state_in, out, state, *rest, group, tiling):
     """One work item of one group of heads; `state` is carried from item to item in the window of the final state."""
     del chunk, seq, slot
     asked, scratch = (rest[0], rest[1:]) if len(rest) > len(math.scratch(group)) else (None, rest)
@@ -162,11 +175,11 @@ def _kernel(chunk, seq, slot, meta, q, k, v, g, beta, state_in, out, state, *res
     def _():
         _copy(state_in, state)
 
-    stages = math.chunk_stages(q, k, v, g, beta, state, out, item.start, item.end, scratch)
+    stages = math.chunk_stages(q, k, v, g, beta, state, out, item.start, item.end, scratch, tiling)
     # The compiler joins branches under one condition, so that as many conditions keep the stages apart.
     todo = jnp.where(item.mode == COMPUTE, len(stages), 0)
     for i, stage in enumerate(stages):
-        pl.when(todo > (i if KDA_CHUNK_TPU.branch_per_stage else 0))(stage)
+        pl.when(todo > (i if tiling.branch_per_stage else 0))(stage)
 
     @pl.when(item.mode == CLEAR)
     def _():
@@ -182,6 +195,23 @@ def _kernel(chunk, seq, slot, meta, q, k, v, g, beta, state_in, out, state, *res
         @pl.when(item.emit)
         def _():
             _copy(state, asked)
+
+
+def _chip():
+    """Tiling for the chip that is compiled for, and how many cores share the programs of one kernel."""
+    try:
+        chip = pltpu.get_tpu_info()
+    except ValueError:  # no TPU, and none that is compiled for: the interpreter
+        return KDA_CHUNK_V6E, 1
+    if chip.generation <= 5:
+        return KDA_CHUNK_V5P, chip.num_cores
+    return (KDA_CHUNK_V6E if chip.generation == 6 else KDA_CHUNK_TPU7X), chip.num_cores
+
+
+def heads_of_program(heads: int, most: int) -> int:
+    """The largest number up to `most` that divides the heads so that every core has as many programs as the others."""
+    divisors = [n for n in range(1, most + 1) if heads % n == 0]
+    return max([n for n in divisors if heads // n % _chip()[1] == 0] or divisors)
 
 
 def _copy(source, target):

@@ -125,10 +125,23 @@ def kda_decode_tpu(
         ],
         input_output_aliases={4: 1, 5: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(tokens, constants, state, conv, gate),
         interpret=False if interpret is None else interpret,
         name="kda_decode_tpu",
     )(*_windows(slots), tokens, constants, state, conv)
     return out.reshape(batch, heads * _DIM), state, conv
+
+
+def _cost(tokens, constants, state, conv, gate):
+    """What the compiler is told: each row's slot is read and written; the other slots stay where they are."""
+    batch, _, heads, _ = tokens.shape
+    slot = sum(x.size // x.shape[0] * x.dtype.itemsize for x in (state, conv))
+    rows = sum(x.size * x.dtype.itemsize for x in (tokens, constants, gate))
+    return pl.CostEstimate(
+        flops=batch * heads * 7 * _DIM * _DIM,  # decay; two sums over the state; the update
+        transcendentals=batch * heads * 7 * _DIM,
+        bytes_accessed=2 * batch * slot + rows,
+    )
 
 
 def _windows(slots):

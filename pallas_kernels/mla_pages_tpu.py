@@ -14,7 +14,6 @@ values per token and not one more. The price: a copy of a shared part brings alo
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 LANES = 128
 SHARED_DIM = 64
@@ -38,35 +37,6 @@ def unpack_pages(latent_pages: jax.Array, shared_pages: jax.Array) -> jax.Array:
     num_pages, page_size = latent_pages.shape[:2]
     parts = (latent_pages, shared_pages.astype(latent_pages.dtype))
     return jnp.concatenate([part.reshape(num_pages, page_size, -1) for part in parts], axis=-1)
-
-
-def write_rows(
-    latent_pages: jax.Array, shared_pages: jax.Array, rows: jax.Array, pages: jax.Array, places: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Puts rows into the cache, in plain JAX; in place where both arrays are donated.
-
-    Args:
-      rows: [N, R + 64].
-      pages: [N] int32, the page of each row. A row whose page is not in the pool is dropped.
-      places: [N] int32, the place of each row in its page.
-    """
-    latent, shared = jnp.split(rows, [rows.shape[-1] - SHARED_DIM], axis=-1)
-    pages = jnp.where(pages < 0, latent_pages.shape[0], pages)
-    latent = latent.reshape(-1, *latent_pages.shape[2:]).astype(latent_pages.dtype)
-    latent_pages = latent_pages.at[pages, places].set(latent, mode="drop")
-    in_group = places % GROUP_ROWS
-    starts = [pages, places // GROUP_ROWS, in_group // 2, in_group % 2 * SHARED_DIM]
-    half_lines = lax.ScatterDimensionNumbers(
-        update_window_dims=(1,), inserted_window_dims=(0, 1, 2), scatter_dims_to_operand_dims=(0, 1, 2, 3)
-    )
-    shared_pages = lax.scatter(
-        shared_pages,
-        jnp.stack(starts, axis=-1),
-        shared.astype(shared_pages.dtype),
-        half_lines,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
-    return latent_pages, shared_pages
 
 
 def pages_refusal(

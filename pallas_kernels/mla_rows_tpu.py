@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mla_fetch_tpu import BLOCK_KEYS, QUERIES, Fetch, find_rows
-from pallas_kernels.mla_pages_tpu import GROUP_ROWS, LANES, SHARED_DIM
+from pallas_kernels.mla_pages_tpu import GROUP_ROWS, GROUP_SHAPE, LANES, SHARED_DIM
 
 NUM_SCRATCH = 9  # references that `Fetch.scratch` makes
 HIGH_HALF = -(1 << 16)
@@ -30,6 +30,7 @@ def call_kernel(
     out_specs: list[pl.BlockSpec],
     out_shape: list[jax.ShapeDtypeStruct],
     scratch_shapes: list,
+    multiplications: int,
     interpret: bool | pltpu.InterpretParams | None,
 ) -> list[jax.Array]:
     """Runs a kernel that fetches rows: kernel(latent_pages, shared_pages, *operands, *outputs, *scratch).
@@ -38,7 +39,11 @@ def call_kernel(
       in_hbm: Latent and shared pages.
       operands: The page table, then arrays [B, T, ...], of which each program gets its window.
       scratch_shapes: What the kernel needs beyond `Fetch.scratch`, which comes first.
+      multiplications: For each pair of a head and a fetched row.
     """
+    small = sum(x.size * x.dtype.itemsize for x in (*operands, *out_shape))
+    rows = fetch.batch * fetch.num_queries * fetch.top_k
+    row_values = fetch.latent_dim + GROUP_SHAPE[0] * LANES  # a row's shared part comes with its neighbours
     in_place = pl.BlockSpec(memory_space=pl.ANY)
     windows = [fetch.window(*operand.shape[2:]) for operand in operands[1:]]
     return pl.pallas_call(
@@ -51,6 +56,11 @@ def call_kernel(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
             disable_bounds_checks=True,  # they cost as much as starting a copy; `Rows.prepare` keeps rows in bounds
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * multiplications * rows * fetch.num_heads,
+            bytes_accessed=rows * row_values * fetch.dtype.itemsize + small,
+            transcendentals=rows * fetch.num_heads,
         ),
         interpret=interpret or False,
     )(*(pages.reshape(-1, *pages.shape[2:]) for pages in in_hbm), *operands)

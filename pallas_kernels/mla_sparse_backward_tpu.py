@@ -141,6 +141,7 @@ def _backward(
             pltpu.VMEM((2, BLOCK_KEYS, width), jnp.float32),
             pltpu.SemaphoreType.DMA((2,)),
         ],
+        multiplications=5 * latent_dim + 3 * SHARED_DIM,
         interpret=interpret,
     )
 

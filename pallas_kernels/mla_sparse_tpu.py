@@ -61,7 +61,20 @@ def mla_sparse_tpu(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with each query to the cache rows that its indices name.
 
-    s_hk = scale (q_h . latent_k + q_shared_h . shared_k);   p = softmax over k;   context_h = sum_k p_hk latent_k
+        s_hk = scale (q_h . latent_k + q_shared_h . shared_k);   p = softmax over k;   context_h = sum_k p_hk latent_k
+
+    Scores and sums are float32, the factors of products q's dtype. Differentiable in queries and pages.
+
+    Args:
+      q: [B, T, H, R], bfloat16 or float32, with the key matrices absorbed.
+      q_shared: [B, T, H, 64], the queries' part for the key that all heads share.
+      latent_pages, shared_pages: The cache, laid out as `mla_pages_tpu` says.
+      page_table: int32 [B, pages], the page of each page_size tokens of a sequence.
+      indices: int32 [B, T, top_k], the tokens that a query sees, in any order. An entry that is negative or beyond the
+        page table names none; what stands in its row, NaN included, does not matter.
+    Returns: The context [B, T, H, R] in q's dtype, and the natural logarithm of the sum of e^s, float32 [B, T, H], with
+      which contexts over disjoint parts of the keys combine. A query that sees nothing gets zeros and -inf.
+    Raises: NotImplementedError with the text of `mla_sparse_tpu_refusal`.
     """
     if reason := mla_sparse_tpu_refusal(q, q_shared, latent_pages, shared_pages, page_table, indices):
         raise NotImplementedError(f"mla_sparse_tpu: {reason}")
@@ -115,6 +128,7 @@ def _forward(q, q_shared, latent_pages, shared_pages, page_table, indices, scale
             pltpu.VMEM((num_heads, LANES), jnp.float32),
             pltpu.VMEM((num_heads, latent_dim), jnp.float32),
         ],
+        multiplications=2 * latent_dim + SHARED_DIM,
         interpret=interpret,
     )
 
@@ -166,23 +180,3 @@ def _kernel(
         clear()
 
     rows.for_each_block(compute, finish)
-
-
-def combine_partials(contexts: jax.Array, log_sum_exps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Joins attention over disjoint sets of keys, such as the shards of a cache split along the sequence.
-
-        w_i = exp(lse_i - lse);   lse = log sum_i exp lse_i;   context = sum_i w_i context_i
-
-    Args:
-      contexts: [n, B, T, H, R], one per set of keys.
-      log_sum_exps: [n, B, T, H] float32; -inf where a set has no key for a query.
-    Returns: Context [B, T, H, R] in the dtype of contexts, and log-sum-exp [B, T, H] float32; zeros and -inf where no
-      set has a key.
-    """
-    top = jnp.max(log_sum_exps, axis=0)
-    shift = jnp.where(jnp.isneginf(top), 0, top)
-    weights = jnp.exp(log_sum_exps - shift)
-    total = jnp.sum(weights, axis=0)
-    share = weights / jnp.where(total == 0, 1, total)
-    context = jnp.sum(share[..., None] * contexts.astype(jnp.float32), axis=0)
-    return context.astype(contexts.dtype), jnp.log(total) + shift

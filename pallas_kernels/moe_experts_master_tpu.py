@@ -71,6 +71,9 @@ def _ffn_fwd(how, x, masters, group_sizes, experts):
 def _ffn_bwd(how, saved, dout):
     x, group_sizes, experts, like = saved
     dx, dgate, dup, hidden = kernels.backward(how, x, dout, group_sizes, experts, jnp.zeros((), jnp.int32))
+    # Rows after the last group may hold anything, and 0 times NaN would reach the sums.
+    in_group = jnp.arange(x.shape[0])[:, None] < jnp.sum(group_sizes)
+    x, dout = (jnp.where(in_group, rows, 0) for rows in (x, dout))
     pairs = ((dgate, x), (dup, x), (dout, hidden))
     products = (_grouped_outer(rows, columns, group_sizes) for rows, columns in pairs)
     masters = MasterExperts(*(product.astype(leaf.dtype) for product, leaf in zip(products, like, strict=True)))

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mxfp4_unpack as unpack
+from pallas_kernels.moe_ffn_tpu import SUBLANES, ffn_kernel, largest_divisor, scratch
 from pallas_kernels.moe_visits_tpu import plan_visits, rows_of_visits
-from pallas_kernels.tiling import MOE_EXPERTS_TPU_DECODE, MOE_EXPERTS_TPU_PREFILL, MoeExpertsTpuTiling
+from pallas_kernels.tiling import MOE_EXPERTS_GRADIENT_TPU, MOE_EXPERTS_TPU, MoeExpertsTpuTiling
 
-_SUBLANES = 16  # rows of a bfloat16 register
+_SUM_ROWS = 64  # of a block, where what two cores computed is added up
 
 
 class Mxfp4Experts(NamedTuple):
@@ -77,7 +77,8 @@ def moe_experts_tpu(
     Differentiable in x, straight through the rounding; the hidden rows are computed again.
 
     Args:
-      x: [M, D] in bfloat16: the rows of expert 0, then those of expert 1, ... Rows after the last group give 0.
+      x: [M, D] in bfloat16: the rows of expert 0, then those of expert 1, ... What comes out for rows after the last
+        group means nothing, nor does their gradient: leave them out of sums. They cost nothing but their memory.
       group_sizes: int32 [E], rows of each expert; their sum is at most M.
       layer: Which of the stacked layers. The stack is read in place, and of it only experts that have rows.
       gate_beta, linear_beta: b1 and b2.
@@ -96,9 +97,12 @@ def moe_experts_tpu(
 
 def settings(num_rows, gate_beta, linear_beta, method, tiling, interpret):
     """What is fixed when the kernel is traced, with what was left open filled in."""
+    method = method or unpack.default_method()
+    tilings = tiling, tiling
     if tiling is None:
-        tiling = MOE_EXPERTS_TPU_DECODE if num_rows <= MOE_EXPERTS_TPU_DECODE.rows else MOE_EXPERTS_TPU_PREFILL
-    return method or unpack.default_method(), tiling, interpret, float(gate_beta), float(linear_beta)
+        choices = MOE_EXPERTS_TPU[method], MOE_EXPERTS_GRADIENT_TPU[method]
+        tilings = (next((one for one in some if num_rows <= one.rows), some[-1]) for some in choices)
+    return method, tuple(tilings), interpret, float(gate_beta), float(linear_beta)
 
 
 def forward(how, x, group_sizes, experts, layer):
@@ -136,9 +140,10 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
       with_hidden: With dout, return beside dx what gradients of weights are made of, [M, F] in bfloat16 each: the
         gradients of gate's and of up's product, and the hidden rows.
     """
-    method, tiling, interpret, gate_beta, linear_beta = how
+    method, tilings, interpret, gate_beta, linear_beta = how
+    tiling = tilings[len(rows) - 1]
     (num_rows, dim), hidden = rows[0].shape, experts.gate_packed.shape[2]
-    bm = min(tiling.rows, -(-num_rows // _SUBLANES) * _SUBLANES)
+    bm = min(tiling.rows, -(-num_rows // SUBLANES) * SUBLANES)
     cores, backward = _num_cores(), len(rows) == 2
     bf = tiling.hidden if hidden % (tiling.hidden * cores) == 0 else unpack.PAIR
     if hidden % (bf * cores):
@@ -153,11 +158,11 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
     scalars = (layer.reshape(1), visits.tile, visits.expert, visits.start, visits.end)
     out, *by_visit = pl.pallas_call(
         functools.partial(
-            _kernel,
+            ffn_kernel,
             method=method,
             backward=backward,
             with_hidden=with_hidden,
-            width=_largest_divisor(dim, tiling.width),
+            tiling=tiling,
             betas=(gate_beta, linear_beta),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -165,12 +170,13 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
             grid=(cores, visits.count, hidden // bf // cores),
             in_specs=in_specs,
             out_specs=out_specs[: len(out_shape)],
-            scratch_shapes=_scratch(method, bm, bf, dim, hidden, backward),
+            scratch_shapes=scratch(method, tiling, bm, bf, dim, hidden, backward),
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tiling.vmem_bytes
         ),
+        cost_estimate=_cost(num_rows, experts, backward, out_shape),
         name="moe_experts_backward" if backward else "moe_experts",
         interpret=interpret or False,
     )(
@@ -179,7 +185,7 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
         # The compiler keeps [.., out, groups] with the wide axis last: the swap is free, a copy would not be.
         *(jnp.swapaxes(leaf, -1, -2) if name.endswith("scale") else leaf for name, leaf in experts._asdict().items()),
     )
-    out = (out[0] if cores == 1 else jnp.sum(out, axis=0).astype(jnp.bfloat16))[:num_rows]
+    out = (out[0] if cores == 1 else _sum_of_cores(out, jnp.sum(group_sizes), interpret))[:num_rows]
     return (out, *(rows_of_visits(value, visits, num_rows) for value in by_visit)) if with_hidden else out
 
 
@@ -210,20 +216,52 @@ def _specs(num_row_arrays, bm, bf, dim, hidden, blocks):
     return num_row_arrays * [row_in] + weights_in, [rows_out] + 3 * [hidden_out]
 
 
-def _scratch(method, bm, bf, dim, hidden, backward):
-    wide_scales = unpack.scale_scratch(method, dim // unpack.GROUP, bf)
-    return [
-        pltpu.VMEM((bm, dim), jnp.bfloat16),  # x in the weights' order of columns
-        pltpu.VMEM((bm, bf), jnp.float32),  # gate
-        pltpu.VMEM((bm, bf), jnp.float32),  # up
-        pltpu.VMEM((bm, bf) if backward else (8, unpack.LANES), jnp.float32),  # gradient of the hidden rows
-        pltpu.VMEM((bm, bf), jnp.bfloat16),  # gradient of gate, or hidden rows
-        pltpu.VMEM((bm, bf) if backward else (16, unpack.LANES), jnp.bfloat16),  # gradient of up
-        pltpu.VMEM((bm, dim), jnp.float32),  # sums over the hidden axis
-        wide_scales,
-        wide_scales,
-        unpack.scale_scratch(method, hidden // unpack.GROUP, dim),
-    ]
+def _cost(num_rows, experts, backward, out_shape):
+    """What the compiler is told: weights of as many experts as the rows can have, and what the rows take."""
+    _, num_experts, hidden, half = experts.gate_packed.shape
+    matrix, read = 2 * half * hidden, min(num_experts, num_rows)
+    weights = sum(leaf.size for leaf in experts) // (experts.gate_packed.shape[0] * num_experts)
+    rows_in = (2 if backward else 1) * num_rows * 2 * half * 2
+    written = sum(leaf.size * leaf.dtype.itemsize for leaf in out_shape)
+    return pl.CostEstimate(
+        # Gate, up and down; the gradient has gate and up again, and one product back through each.
+        flops=2 * num_rows * matrix * (5 if backward else 3),
+        bytes_accessed=read * weights + rows_in + written,
+        transcendentals=3 * num_rows * hidden,
+    )
+
+
+def _sum_of_cores(parts, num_used, interpret):
+    """The sum of float32 parts [cores, M, D] in bfloat16, of the first num_used rows, whose number is dynamic."""
+    cores, num_rows, dim = parts.shape
+    bm = largest_divisor(num_rows, _SUM_ROWS, SUBLANES)
+    blocks = num_rows // bm
+    shares = min(cores, blocks)
+    share = pl.cdiv(pl.cdiv(jnp.maximum(num_used, 1), bm), shares)
+
+    def block_of(core, i, share):
+        return jnp.minimum(core * share[0] + i, blocks - 1)
+
+    def kernel(share, parts, out):
+        del share
+        out[...] = jnp.sum(parts[...], axis=0).astype(out.dtype)
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(shares, share),
+            in_specs=[pl.BlockSpec((cores, bm, dim), lambda *at: (0, block_of(*at), 0))],
+            out_specs=pl.BlockSpec((bm, dim), lambda *at: (block_of(*at), 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_rows, dim), jnp.bfloat16),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=parts.size, bytes_accessed=4 * parts.size + 2 * num_rows * dim, transcendentals=0
+        ),
+        name="moe_sum_of_cores",
+        interpret=interpret or False,
+    )(share.astype(jnp.int32).reshape(1), parts)
 
 
 def _num_cores():
@@ -232,148 +270,3 @@ def _num_cores():
         return pltpu.get_tpu_info().num_cores
     except ValueError:  # no TPU, and none that is compiled for
         return 1
-
-
-def _largest_divisor(size, most):
-    """The largest multiple of a lane pair up to `most` that divides size."""
-    return max(width for width in range(unpack.PAIR, max(most, unpack.PAIR) + 1, unpack.PAIR) if size % width == 0)
-
-
-def _kernel(layer, tile, expert, start, end, x, *refs, method, backward, with_hidden, width, betas):
-    """One block of the hidden axis of one visit: adds what it contributes to the outputs, or to dx, of a tile."""
-    dout, refs = (refs[0], refs[1:]) if backward else (None, refs)
-    (gate_w, gate_s, up_w, up_s, down_w, down_s, out), refs = refs[:7], refs[7:]
-    hidden_out, refs = (refs[:3], refs[3:]) if with_hidden else ((), refs)
-    x_ordered, gate, up, dhidden, dgate, dup, total, gate_p, up_p, down_p = refs
-    activated = dgate  # the forward pass has no gradients to keep
-    v, f = pl.program_id(1), pl.program_id(2)
-    hidden_block = pl.program_id(0) * pl.num_programs(2) + f
-    bf, dim = gate_w.shape[0], x.shape[1]
-    groups, lanes = bf // unpack.GROUP, unpack.uses_lane_order(method)
-
-    def chunks(body):
-        lax.fori_loop(0, dim // width, lambda i, _: body(pl.multiple_of(i * width, width)), None)
-
-    def row_blocks(body):
-        """A register's rows at a time: what happens to each element needs many registers."""
-        lax.fori_loop(
-            0,
-            x.shape[0] // _SUBLANES,
-            lambda i, _: body(pl.ds(pl.multiple_of(i * _SUBLANES, _SUBLANES), _SUBLANES)),
-            None,
-        )
-
-    def prepare(*pairs):
-        def some(i, _):
-            at = pl.multiple_of(i * unpack.LANES, unpack.LANES)
-            for scale, prepared in pairs:
-                unpack.prepare_scales(method, scale[:, pl.ds(at, unpack.LANES)], prepared, at)
-
-        lax.fori_loop(0, pairs[0][0].shape[1] // unpack.LANES, some, None)
-
-    def wide(packed, prepared, at, first=0, count=bf):
-        """Columns from `at` of gate or up, for some of the block's hidden units."""
-        codes = packed[first : first + count, pl.ds(pl.multiple_of(at // 2, width // 2), width // 2)]
-        group = pl.multiple_of(at // unpack.GROUP, width // unpack.GROUP)
-        return unpack.dequantised(method, codes, prepared, group, first)
-
-    def tall(at, count=width):
-        """Outputs from `at` of down."""
-        first = pl.multiple_of(hidden_block * groups, groups)
-        return unpack.dequantised(method, down_w[pl.ds(at, count), :], down_p, first, at)
-
-    @pl.when(f == 0)
-    def _():
-        def begin(at):
-            columns = pl.ds(at, width)
-            total[:, columns] = jnp.zeros((x.shape[0], width), jnp.float32)
-            x_ordered[:, columns] = unpack.lane_order_in_kernel(x[:, columns]) if lanes else x[:, columns]
-
-        chunks(begin)
-        prepare((down_s, down_p))
-
-    @pl.when(start[v] < end[v])
-    def _():
-        prepare((gate_s, gate_p), (up_s, up_p))
-        gate[...] = jnp.zeros_like(gate)
-        up[...] = jnp.zeros_like(up)
-
-        def into_hidden(at):
-            columns = x_ordered[:, pl.ds(at, width)]
-            count = unpack.outputs_at_once(method, bf)
-            for sums, packed, prepared in ((gate, gate_w, gate_p), (up, up_w, up_p)):
-                for first in range(0, bf, count):
-                    weight = wide(packed, prepared, at, first, count)
-                    sums[:, first : first + count] += unpack.times_weight(method, columns, weight)
-
-        chunks(into_hidden)
-        if backward:
-            dhidden[...] = jnp.zeros_like(dhidden)
-
-            def into_dhidden(at):
-                dhidden[...] += unpack.times_transpose(method, dout[:, pl.ds(at, width)], tall(at))
-
-            chunks(into_dhidden)
-
-            def differentiate(rows):
-                products, by_unit = (gate[rows, :], up[rows, :]), dhidden[rows, :]
-                by_unit = unpack.from_lane_order_in_kernel(by_unit) if lanes else by_unit
-                dgate[rows, :], dup[rows, :] = (
-                    d.astype(jnp.bfloat16) for d in _situ_glu_gradient(*products, by_unit, *betas)
-                )
-                if with_hidden:
-                    hidden_out[0][rows, :], hidden_out[1][rows, :] = dgate[rows, :], dup[rows, :]
-                    hidden_out[2][rows, :] = _situ_glu(*products, *betas).astype(jnp.bfloat16)
-
-            row_blocks(differentiate)
-
-            def into_dx(at):
-                for d, packed, prepared in ((dgate, gate_w, gate_p), (dup, up_w, up_p)):
-                    total[:, pl.ds(at, width)] += unpack.times_transpose(method, d[...], wide(packed, prepared, at))
-
-            chunks(into_dx)
-        else:
-
-            def activate(rows):
-                value = _situ_glu(gate[rows, :], up[rows, :], *betas).astype(jnp.bfloat16)
-                activated[rows, :] = unpack.lane_order_in_kernel(value) if lanes else value
-
-            row_blocks(activate)
-
-            def into_outputs(at):
-                count = unpack.outputs_at_once(method, width)
-                for first in range(0, width, count):
-                    outputs = pl.multiple_of(at + first, count)
-                    product = unpack.times_weight(method, activated[...], tall(outputs, count))
-                    total[:, pl.ds(outputs, count)] += product
-
-            chunks(into_outputs)
-
-    @pl.when(f == pl.num_programs(2) - 1)
-    def _():
-        row = tile[v] * x.shape[0] + lax.broadcasted_iota(jnp.int32, (x.shape[0], width), 0)
-        own = (row >= start[v]) & (row < end[v])
-        # The first visit of a tile finds nothing in it; later ones find the rows of other experts.
-        is_first = (v == 0) | (tile[jnp.maximum(v - 1, 0)] != tile[v])
-
-        def finish(at):
-            columns = pl.ds(at, width)
-            others = jnp.where(is_first, jnp.zeros(row.shape, out.dtype), out[:, columns])
-            result = total[:, columns]
-            result = unpack.from_lane_order_in_kernel(result) if backward and lanes else result
-            out[:, columns] = jnp.where(own, result.astype(out.dtype), others)
-
-        chunks(finish)
-
-
-def _situ_glu(gate, up, gate_beta, linear_beta):
-    gated = gate_beta * jnp.tanh(gate / gate_beta) * jax.nn.sigmoid(gate)
-    return gated * (linear_beta * jnp.tanh(up / linear_beta))
-
-
-def _situ_glu_gradient(gate, up, dout, gate_beta, linear_beta):
-    """Of the gate's and the up product's inputs."""
-    gate_tanh, sigmoid, up_tanh = jnp.tanh(gate / gate_beta), jax.nn.sigmoid(gate), jnp.tanh(up / linear_beta)
-    gated = gate_beta * gate_tanh * sigmoid
-    dgated = (1 - gate_tanh * gate_tanh) * sigmoid + gated * (1 - sigmoid)
-    return dout * dgated * (linear_beta * up_tanh), dout * gated * (1 - up_tanh * up_tanh)

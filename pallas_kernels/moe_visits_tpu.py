@@ -10,14 +10,16 @@ class Visits(NamedTuple):
     """One expert on one tile each: int32 [V], and how many there are. Entries from the count on mean nothing."""
 
     tile: jax.Array
-    expert: jax.Array  # for a visit that only writes zeros, the expert of the visit before
+    expert: jax.Array
     start: jax.Array  # the expert's rows, start to end; none for such a visit
     end: jax.Array
     count: jax.Array
 
 
 def plan_visits(group_sizes: jax.Array, num_tiles: int, tile_rows: int) -> Visits:
-    """Visits in the order of rows: every tile at least once, every expert that has rows, and no other.
+    """Visits in the order of rows: every expert that has rows and every tile that has some, and no other.
+
+    Where there are no rows at all, one visit, without rows: a grid has to have a step.
 
     Args:
       group_sizes: int32 [E], rows of each expert; at most num_tiles * tile_rows in all.
@@ -27,9 +29,7 @@ def plan_visits(group_sizes: jax.Array, num_tiles: int, tile_rows: int) -> Visit
     starts = ends - group_sizes
     first_tile = starts // tile_rows
     tiles = jnp.where(group_sizes > 0, (ends - 1) // tile_rows - first_tile + 1, 0)
-    # One more group for the tiles after the last row of the last expert.
-    unused = -(-ends[-1] // tile_rows)
-    first_tile, tiles = jnp.append(first_tile, unused), jnp.append(tiles, num_tiles - unused)
+    first_tile, tiles = jnp.append(first_tile, 0), jnp.append(tiles, ends[-1] == 0)
     visit_ends = jnp.cumsum(tiles)
     visit = jnp.arange(num_tiles + num_experts, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(visit_ends, visit, side="right"), num_experts).astype(jnp.int32)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mxfp4_unpack as unpack
-from pallas_kernels.tiling import MXFP4_MATMUL_TPU, Mxfp4MatmulTpuTiling
+from pallas_kernels.tiling import MXFP4_MATMUL_GRADIENT_TPU, MXFP4_MATMUL_TPU, Mxfp4MatmulTpuTiling
 
 _SUBLANES = 16  # rows of a bfloat16 register
 _F32_PARTS = 3  # bfloat16 numbers that add up to a float32
@@ -44,7 +44,7 @@ def mxfp4_matmul_tpu(
     scale: jax.Array,
     *,
     method: str | None = None,
-    tiling: Mxfp4MatmulTpuTiling = MXFP4_MATMUL_TPU,
+    tiling: Mxfp4MatmulTpuTiling | None = None,
     interpret: pltpu.InterpretParams | bool | None = None,
 ) -> jax.Array:
     """x dequantize(packed, scale)^T, accumulated in float32 and rounded once to x's dtype.
@@ -58,6 +58,7 @@ def mxfp4_matmul_tpu(
       packed: uint8 [N, K/2], low nibble first along K.
       scale: uint8 [N, K/32].
       method: How weights are unpacked, one of `mxfp4_unpack.METHODS`, with its limits of scale; None for the chip's.
+      tiling: None for the one that suits the chip and the number of rows.
       interpret: Passed to `pallas_call`.
     Returns: [M, N].
     Raises: NotImplementedError with the text of `mxfp4_matmul_tpu_refusal`.
@@ -103,6 +104,9 @@ def _call(how, transposed, x, packed, scale, out_dtype):
     """x W^T, or x W if transposed, for bfloat16 x."""
     method, tiling, interpret = how
     num_rows, (num_outputs, half) = x.shape[0], packed.shape
+    if tiling is None:
+        choices = (MXFP4_MATMUL_GRADIENT_TPU if transposed else MXFP4_MATMUL_TPU)[method]
+        tiling = next((one for one in choices if num_rows <= one.rows), choices[-1])
     num_columns = 2 * half
     bm = min(tiling.rows, -(-num_rows // _SUBLANES) * _SUBLANES)
     bn = _largest_divisor(num_outputs, tiling.outputs, unpack.LANES)
@@ -129,9 +133,17 @@ def _call(how, transposed, x, packed, scale, out_dtype):
         _, n, k = of(i, a, b)
         return (k if num_columns > unpack.MAX_COLUMNS else 0), n
 
+    at_a_time = _largest_divisor(bn, tiling.at_a_time, unpack.LANES)
     kernel = functools.partial(
-        _kernel, method=method, transposed=transposed, whole_scales=num_columns <= unpack.MAX_COLUMNS
+        _kernel,
+        method=method,
+        transposed=transposed,
+        whole_scales=num_columns <= unpack.MAX_COLUMNS,
+        at_a_time=at_a_time,
+        unrolled=tiling.unrolled,
     )
+    unpacked = pltpu.VMEM((bk, at_a_time) if method == "float4" else (at_a_time, bk), jnp.bfloat16)
+    written = jax.ShapeDtypeStruct((x.shape[0], num_columns if transposed else num_outputs), out_dtype)
     out = pl.pallas_call(
         kernel,
         grid=grid,
@@ -141,9 +153,18 @@ def _call(how, transposed, x, packed, scale, out_dtype):
             pl.BlockSpec((groups, bn), scale_map),
         ],
         out_specs=pl.BlockSpec((bm, out_width), lambda i, a, b: (i, a)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], num_columns if transposed else num_outputs), out_dtype),
-        scratch_shapes=[pltpu.VMEM((bm, out_width), jnp.float32), unpack.scale_scratch(method, groups, bn)],
+        out_shape=written,
+        scratch_shapes=[
+            pltpu.VMEM((bm, out_width), jnp.float32),
+            unpack.scale_scratch(method, groups, bn),
+            *(tiling.buffers * [unpacked]),
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * x.shape[0] * packed.size * 2,
+            bytes_accessed=packed.size + scale.size + 2 * x.size + written.size * written.dtype.itemsize,
+            transcendentals=0,
+        ),
         name="mxfp4_matmul_transposed" if transposed else "mxfp4_matmul",
         interpret=interpret or False,
     )(x, packed, scale.T)[:num_rows]
@@ -155,7 +176,7 @@ def _largest_divisor(size, most, unit):
     return max(width for width in range(unit, max(most, unit) + 1, unit) if size % width == 0)
 
 
-def _kernel(x, packed, scale, out, total, prepared, *, method, transposed, whole_scales):
+def _kernel(x, packed, scale, out, total, prepared, *buffers, method, transposed, whole_scales, at_a_time, unrolled):
     step = pl.program_id(2)
     column_block = pl.program_id(1) if transposed else step
 
@@ -172,14 +193,26 @@ def _kernel(x, packed, scale, out, total, prepared, *, method, transposed, whole
         prepare()
     num_groups = 2 * packed.shape[1] // unpack.GROUP
     first_group = pl.multiple_of(column_block * num_groups, num_groups) if whole_scales else 0
-    if transposed:
-        weight = unpack.dequantised(method, packed[...], prepared, first_group)
-        total[...] += unpack.times_transpose(method, x[...], weight)
+
+    def multiply(i):
+        at = i * at_a_time if unrolled else pl.multiple_of(i * at_a_time, at_a_time)
+        outputs = pl.ds(at, at_a_time)
+        weight = unpack.dequantised(method, packed[outputs, :], prepared, first_group, at)
+        if buffers:
+            buffer = buffers[i % len(buffers)]
+            buffer[...] = weight
+            weight = buffer[...]
+        if transposed:
+            total[...] += unpack.times_transpose(method, x[:, outputs], weight)
+        else:
+            total[:, outputs] += unpack.times_weight(method, x[...], weight)
+
+    turns = packed.shape[0] // at_a_time
+    if unrolled:
+        for i in range(turns):
+            multiply(i)
     else:
-        width = unpack.outputs_at_once(method, packed.shape[0])
-        for at in range(0, packed.shape[0], width):
-            weight = unpack.dequantised(method, packed[at : at + width, :], prepared, first_group, at)
-            total[:, at : at + width] += unpack.times_weight(method, x[...], weight)
+        jax.lax.fori_loop(0, turns, lambda i, _: multiply(i), None)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():

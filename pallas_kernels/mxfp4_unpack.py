@@ -48,9 +48,9 @@ def uses_lane_order(method: str) -> bool:
     return method != "float4"
 
 
-def outputs_at_once(method: str, num_outputs: int) -> int:
-    """How many outputs a kernel should unpack before it multiplies: more float32 products would not fit registers."""
-    return LANES if method == "float8_f32" else num_outputs
+def through_memory(method: str) -> bool:
+    """Whether a kernel should keep unpacked weights in vector memory until it multiplies: registers hold too few."""
+    return method == "float8_f32"
 
 
 def lane_order(x: jax.Array) -> jax.Array:

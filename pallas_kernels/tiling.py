@@ -28,13 +28,64 @@ KDA_CHUNK_H200 = KdaChunkGpuTiling(prepare_warps=8, walk_stages=2, min_programs=
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KdaChunkTpuTiling:
-    """Of `kda_chunk_tpu`. Heads of one program hide each other's latency; found by bundle counts."""
+    """Of `kda_chunk_tpu`: how many heads a branch of each stage takes, found by bundle counts; not yet timed on a chip.
 
-    heads_per_program: int  # at most; the largest such divisor of the head count is taken
-    branch_per_stage: bool  # next to no spills, but a quarter to a half more bundles than one branch, spills included
+    More heads hide each other's latency, fewer spare registers: these are the fewest bundles found without a spill.
+    """
+
+    heads_per_program: int  # at most
+    far_decays: int  # of one branch from here on; even below, where heads work in pairs
+    near_scores: int
+    first_scores: int  # across borders between 4 tokens
+    scores: int  # and between 8, 16 and 32
+    first_inverse: int  # from blocks of 4 to blocks of 8
+    inverse: int  # and on to 64
+    errors: int
+    deltas: int
+    outputs: int
+    new_states: int
+    branch_per_stage: bool = True  # in one branch stages overlap: a quarter fewer bundles, and thousands of spills
 
 
-KDA_CHUNK_TPU = KdaChunkTpuTiling(heads_per_program=8, branch_per_stage=False)
+KDA_CHUNK_V5P = KdaChunkTpuTiling(
+    heads_per_program=6,
+    far_decays=1,
+    near_scores=2,
+    first_scores=2,
+    scores=4,
+    first_inverse=2,
+    inverse=4,
+    errors=2,
+    deltas=8,
+    outputs=4,
+    new_states=4,
+)
+KDA_CHUNK_V6E = KdaChunkTpuTiling(
+    heads_per_program=12,
+    far_decays=2,
+    near_scores=2,
+    first_scores=2,
+    scores=4,
+    first_inverse=4,
+    inverse=8,
+    errors=4,
+    deltas=8,
+    outputs=8,
+    new_states=4,
+)
+KDA_CHUNK_TPU7X = KdaChunkTpuTiling(
+    heads_per_program=12,
+    far_decays=2,
+    near_scores=6,
+    first_scores=4,
+    scores=4,
+    first_inverse=2,
+    inverse=8,
+    errors=2,
+    deltas=8,
+    outputs=8,
+    new_states=4,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +101,28 @@ MLA_SPARSE_TPU = MlaSparseTiling(num_slots=4, sequences=4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mxfp4MatmulTpuTiling:
-    """Of `mxfp4_matmul_tpu`: the block of one kernel program, each at most this. Chosen by bundle counts."""
+    """Of `mxfp4_matmul_tpu`: the block of one kernel program, each at most this. Chosen by bundle and spill counts."""
 
-    rows: int  # multiples of 16
-    outputs: int  # multiples of 128
-    columns: int  # multiples of 256
+    rows: int = 256  # multiples of 16
+    outputs: int = 512  # multiples of 128
+    columns: int = 512  # multiples of 256
+    at_a_time: int = 512  # outputs whose weights are unpacked before they are multiplied, multiples of 128
+    buffers: int = 0  # in vector memory for that, used in turn; 0 leaves the weights to the compiler
+    unrolled: bool = True  # else a loop: fewer registers, but the matrix unit runs dry between turns
 
 
-MXFP4_MATMUL_TPU = Mxfp4MatmulTpuTiling(rows=256, outputs=512, columns=512)
+# By how weights are unpacked, and then by rows: the first that holds all of them, else the last.
+MXFP4_MATMUL_TPU = {
+    "float4": (Mxfp4MatmulTpuTiling(),),  # tpu7x
+    # v6e writes nine registers out and reads them back. A loop would not, and have 1.7 times the bundles of bfloat16.
+    "float8": (Mxfp4MatmulTpuTiling(),),
+    "float8_f32": (Mxfp4MatmulTpuTiling(rows=64, buffers=1), Mxfp4MatmulTpuTiling(at_a_time=128)),  # v5p
+}
+MXFP4_MATMUL_GRADIENT_TPU = {
+    "float4": (Mxfp4MatmulTpuTiling(at_a_time=256, unrolled=False),),
+    "float8": (Mxfp4MatmulTpuTiling(at_a_time=256, unrolled=False),),
+    "float8_f32": (Mxfp4MatmulTpuTiling(rows=64, buffers=1), Mxfp4MatmulTpuTiling(at_a_time=128, buffers=2)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +131,35 @@ class MoeExpertsTpuTiling:
 
     rows: int  # of a tile at most, a multiple of 16
     hidden: int  # columns of the hidden axis that a step computes, a multiple of 256; their weights are one transfer
-    width: int  # columns of x that are multiplied at a time, at most; bounds the unpacked weights that are live
-    vmem_bytes: int  # what the compiler may use
+    width: int  # columns of x that are multiplied at a time, at most, a multiple of 256
+    units: int  # hidden units whose weights are unpacked at a time, at most, a multiple of 128
+    outputs: int  # outputs whose weights are unpacked at a time, at most, a multiple of 128
+    vmem_bytes: int = 48 * 2**20  # what the compiler may use
 
 
-# Few rows: what counts is the stream of weights, so transfers are large. Many: what is unpacked serves many rows.
-MOE_EXPERTS_TPU_DECODE = MoeExpertsTpuTiling(rows=64, hidden=512, width=512, vmem_bytes=48 * 2**20)
-MOE_EXPERTS_TPU_PREFILL = MoeExpertsTpuTiling(rows=256, hidden=256, width=512, vmem_bytes=48 * 2**20)
+# By how weights are unpacked, and then by rows: the first that holds all of them, else the last. Few rows: what counts
+# is the stream of weights, so transfers are large. Many: what is unpacked serves many rows.
+MOE_EXPERTS_TPU = {
+    "float4": (  # tpu7x
+        MoeExpertsTpuTiling(rows=64, hidden=512, width=512, units=512, outputs=512),
+        MoeExpertsTpuTiling(rows=256, hidden=256, width=512, units=256, outputs=512),
+    ),
+    "float8": (  # v6e
+        MoeExpertsTpuTiling(rows=64, hidden=512, width=512, units=512, outputs=512),
+        MoeExpertsTpuTiling(rows=256, hidden=256, width=512, units=256, outputs=512),
+    ),
+    "float8_f32": (  # v5p
+        MoeExpertsTpuTiling(rows=64, hidden=512, width=512, units=256, outputs=256),
+        MoeExpertsTpuTiling(rows=256, hidden=256, width=512, units=128, outputs=256),
+    ),
+}
+# Loops of the gradient hold more at a time.
+MOE_EXPERTS_GRADIENT_TPU = MOE_EXPERTS_TPU | {
+    "float8": (
+        MoeExpertsTpuTiling(rows=64, hidden=512, width=256, units=256, outputs=256),
+        MoeExpertsTpuTiling(rows=256, hidden=256, width=256, units=256, outputs=256),
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,3 +226,14 @@ class KdaDecodeGpuTiling:
 
 
 KDA_DECODE_H200 = KdaDecodeGpuTiling(warps=8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttnResTpuTiling:
+    """Of `attn_res_norm_tpu`. Chosen by bundles; not yet timed on a chip."""
+
+    many_rows: int  # from here on blocks are twice as large, for fewer steps
+    columns: int  # of one turn of a loop, a multiple of 128: fewer hide less latency
+
+
+ATTN_RES_TPU = AttnResTpuTiling(many_rows=256, columns=1024)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from maxmoe.ops import mxfp4
 from maxmoe.ops.experts import ExpertWeights
 from maxmoe.ops.mla import einsum, masked_softmax
+from maxmoe.ops.situ import situ_glu
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -89,7 +90,8 @@ def dequantize_then_ragged_dot(
     weights: Float[Array, "N k"],
     experts: ExpertWeights,
     layer: int,
-    activation: Callable[[Array, Array], Array],
+    gate_beta: float,
+    linear_beta: float,
 ) -> Float[Array, "N D"]:
     """`maxmoe.ops.experts.routed_experts` by way of all experts in x's dtype and a grouped product over them."""
     num_experts = experts.gate_packed.shape[1]
@@ -105,7 +107,7 @@ def dequantize_then_ragged_dot(
     rows = x[order // expert_ids.shape[1]]
     gate = product(rows, experts.gate_packed, experts.gate_scale)
     up = product(rows, experts.up_packed, experts.up_scale)
-    out = product(activation(gate, up), experts.down_packed, experts.down_scale)
+    out = product(situ_glu(gate, up, gate_beta, linear_beta), experts.down_packed, experts.down_scale)
     out = jnp.zeros_like(out).at[order].set(out).reshape(*expert_ids.shape, -1)
     return jnp.sum(weights[..., None] * out.astype(jnp.float32), axis=1).astype(x.dtype)
 
@@ -118,7 +120,7 @@ def paged_sparse_attention(
     scale: float,
     latent_dim: int,
 ) -> Float[Array, "B T H R"]:
-    """The core of `maxmoe.ops.sparse_mla.sparse_attention`, between absorbed queries and latents, on a paged cache."""
+    """The context of `maxmoe.ops.sparse_mla.sparse_context`, on a paged cache of whole rows."""
     page_size = pages.shape[1]
     batch = jnp.arange(q.shape[0])[:, None, None]
     named = indices >= 0

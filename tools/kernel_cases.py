@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxmoe.ops import attn_res, experts, indexer, kda, mxfp4, norm, short_conv, situ
+from maxmoe.ops import attn_res, experts, indexer, kda, mxfp4, norm, short_conv
 from tools import kernel_baselines
 from tools.kernel_case import Case, Implementation, Target, kernel, normal, packed_weight, plain, uniform
 
@@ -141,15 +141,15 @@ def indexer_cases() -> Iterator[Case]:
 
     def make(batch, num_queries, num_keys, key):
         q = normal(key, 0, batch, num_queries, INDEX_HEADS, INDEX_DIM)
-        keys = normal(key, 1, batch, num_keys, INDEX_DIM)
+        keys = normal(key, 1, 1, batch, INDEX_DIM, num_keys)
         positions = jnp.broadcast_to(num_keys - num_queries + jnp.arange(num_queries), (batch, num_queries))
-        return q, keys, normal(key, 2, batch, num_queries, INDEX_HEADS), positions.astype(jnp.int32)
+        return q, keys, jnp.int32(0), normal(key, 2, batch, num_queries, INDEX_HEADS), positions.astype(jnp.int32)
 
     def plain_form(*args):
         return indexer.select_tokens(*args, TOP_K)
 
-    def to_lanes(q, keys, head_weights, positions):
-        return q, jnp.swapaxes(keys, 1, 2), head_weights, positions
+    def slots_alone(fn):
+        return lambda *args: fn(*args, TOP_K)[1]
 
     for batch, num_queries, num_keys in ((1, 1, 2**20), (8, 1, 2**17), (1, 64, 2**17)):
         pairs = batch * num_queries * num_keys
@@ -159,8 +159,8 @@ def indexer_cases() -> Iterator[Case]:
             make=functools.partial(make, batch, num_queries, num_keys),
             implementations=(
                 plain(plain_form),
-                kernel("tpu", "indexer_topk_tpu", lambda fn: functools.partial(fn, top_k=TOP_K), prepare=to_lanes),
-                kernel("gpu", "indexer_topk_gpu", lambda fn: functools.partial(fn, top_k=TOP_K)),
+                kernel("tpu", "indexer_topk_tpu", slots_alone),
+                kernel("gpu", "indexer_topk_gpu", slots_alone),
             ),
             flops=2 * pairs * INDEX_HEADS * (INDEX_DIM + 1),
             hbm_bytes=2 * batch * num_keys * INDEX_DIM
@@ -286,9 +286,6 @@ def expert_cases() -> Iterator[Case]:
             *packed_weight(key, 1, *wide), *packed_weight(key, 2, *wide), *packed_weight(key, 3, *tall)
         )
 
-    def activation(gate, up):
-        return situ.situ_glu(gate, up, *BETAS)
-
     def make_sorted(num_rows, num_experts, key):
         # Uneven groups; the last rows belong to none, as a capacity that is not used up leaves them.
         share = uniform(key, 0, num_experts) + 0.2
@@ -297,7 +294,7 @@ def expert_cases() -> Iterator[Case]:
 
     def plain_form(x, sizes, stack):
         ids = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right").astype(jnp.int32)
-        out = experts.expert_outputs(x, ids[:, None], stack, 0, activation)[:, 0]
+        out = experts.expert_outputs(x, ids[:, None], stack, 0, *BETAS)[:, 0]
         return jnp.where((ids < sizes.shape[0])[:, None], out, 0)
 
     def grouped(fn):
@@ -327,7 +324,7 @@ def expert_cases() -> Iterator[Case]:
         return normal(key, 12, num_tokens, EXPERT_IN), *routing, weights(num_experts, key)
 
     def routed(fn):
-        return lambda x, ids, share, stack: fn(x, ids, share, stack, 0, activation)
+        return lambda x, ids, share, stack: fn(x, ids, share, stack, 0, *BETAS)
 
     for num_tokens in (1, 4, 16):
         used = num_experts * (1 - (1 - EXPERTS_PER_TOKEN / num_experts) ** num_tokens)
@@ -347,18 +344,25 @@ def expert_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    """RMSNorm and the mix of block attention residuals, on the rows of a decode batch and of a prefill shard."""
+    """RMSNorm, and block attention residuals with the RMSNorm behind them: rows of a decode batch, and of a prefill."""
     model_dim, entries, eps = 7168, 9, 1e-5
 
     def make_norm(num_rows, key):
         return normal(key, 0, num_rows, model_dim), jnp.ones(model_dim)
 
     def make_mix(num_rows, key):
-        vectors = (normal(key, 2, model_dim, dtype=jnp.float32), normal(key, 3, model_dim, dtype=jnp.float32))
+        vectors = (normal(key, index, model_dim, dtype=jnp.float32) for index in (2, 3, 4))
         return normal(key, 0, num_rows, model_dim), normal(key, 1, entries, num_rows, model_dim), *vectors
 
-    def mix(current, bank, norm_weight, proj_weight):
-        return attn_res.mix(current, bank, entries, norm_weight, proj_weight, eps)
+    def mix_and_norm(current, bank, norm_weight, proj_weight, out_norm):
+        args = current, bank, entries, norm_weight, proj_weight, eps, out_norm
+        return attn_res.mix_and_norm(*args, implementation="xla")
+
+    def fused(fn):
+        def mix_and_norm(current, bank, norm_weight, proj_weight, out_norm):
+            return fn(current, bank, jnp.int32(entries), norm_weight * proj_weight, out_norm, eps=eps, out_eps=eps)
+
+        return mix_and_norm
 
     for num_rows in (64, 1024):
         size = num_rows * model_dim
@@ -371,11 +375,11 @@ def norm_cases() -> Iterator[Case]:
             hbm_bytes=4 * size,
         )
         yield Case(
-            op="attn_res_mix",
+            op="attn_res",
             shape=f"M{num_rows}_D{model_dim}_A{entries}",
             make=functools.partial(make_mix, num_rows),
-            implementations=(plain(mix), kernel("tpu", "attn_res_mix_tpu")),
-            flops=6 * (entries + 1) * size,
+            implementations=(plain(mix_and_norm), kernel("tpu", "attn_res_tpu", fused, "attn_res_norm_tpu")),
+            flops=6 * (entries + 1) * size + 4 * size,
             hbm_bytes=2 * (entries + 2) * size,
         )
 

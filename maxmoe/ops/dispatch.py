@@ -13,8 +13,14 @@ _PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 # been found the faster one: all of them so far.
 DEFAULTS = {
     "kda_chunked": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
-    "select_tokens": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "kda_decode": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "select_candidates": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "expert_outputs": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "sparse_context": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
+    "mix_and_norm": {"cpu": "xla", "tpu": "xla", "gpu": "xla"},
 }
+
+_LACKING = {("select_candidates", "pallas_gpu"), ("mix_and_norm", "pallas_gpu")}
 
 _logged: set[tuple[str, str]] = set()
 
@@ -30,7 +36,7 @@ def choose(op: str, implementation: str | None, kernels: Mapping[str, Callable[[
       run here.
     """
     if implementation is None:
-        chosen = DEFAULTS[op].get(jax.default_backend(), "xla")
+        chosen = DEFAULTS[op].get(platform(), "xla")
         if chosen != "xla" and _refusal(op, chosen, kernels):
             chosen = "xla"
     elif implementation not in NAMES:
@@ -44,14 +50,33 @@ def choose(op: str, implementation: str | None, kernels: Mapping[str, Callable[[
             )
     if (op, chosen) not in _logged:
         _logged.add((op, chosen))
-        logging.info("%s: implementation %s on %s", op, chosen, jax.default_backend())
+        logging.info("%s: implementation %s on %s", op, chosen, platform())
     return chosen
+
+
+def for_op(op: str, implementation: str | None) -> str | None:
+    """What a model's one name means for an op: the name, or None, the best, where the op has no such kernel at all."""
+    return None if (op, implementation) in _LACKING else implementation
+
+
+def check_platform(implementation: str | None) -> None:
+    """Raises NotImplementedError for a name whose kernels run on other devices than those here."""
+    if implementation in _PLATFORMS and platform() != _PLATFORMS[implementation]:
+        raise NotImplementedError(
+            f"implementation={implementation!r} runs on {_PLATFORMS[implementation]}, and this process computes on "
+            f"{platform()}: give 'xla', or leave it out for the best that can run here"
+        )
+
+
+def platform() -> str:
+    """What the program being traced will run on: the devices of the mesh that is set, else this process's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def _refusal(op, name, kernels) -> str | None:
     if name not in kernels:
         return f"{op} has no such kernel; it has {', '.join(('xla', *kernels))}"
-    platform = jax.default_backend()
-    if platform != _PLATFORMS[name]:
-        return f"it runs on {_PLATFORMS[name]}, and this process computes on {platform}"
+    if platform() != _PLATFORMS[name]:
+        return f"it runs on {_PLATFORMS[name]}, and this process computes on {platform()}"
     return kernels[name]()

@@ -108,7 +108,7 @@ def kda_chunked(
     if chosen == "pallas_tpu":
         return _tpu().kda_chunk_trainable_tpu(q, k, v, g, beta, state)
     if chosen == "pallas_gpu":
-        return _gpu().kda_chunk_gpu(q, k, v, g, beta, state)
+        return _without_gradient(q, k, v, g, beta, state)
     num_tokens, out_dtype = q.shape[1], v.dtype
     pad = -num_tokens % chunk_size
 
@@ -130,6 +130,21 @@ def kda_chunked(
     state, out = jax.lax.scan(one_chunk, state.astype(jnp.float32), tuple(map(chunked, (q, k, v, g, beta))))
     out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(out.shape[1], -1, out.shape[2], out.shape[-1])
     return out[:, :num_tokens].astype(out_dtype), state
+
+
+@jax.custom_vjp
+def _without_gradient(*tokens_and_state):
+    return _gpu().kda_chunk_gpu(*tokens_and_state)
+
+
+def _refuse_gradient(*tokens_and_state):
+    raise NotImplementedError(
+        f"kda_chunked: implementation='pallas_gpu' has no gradient, and one was asked for with q of shape "
+        f"{tokens_and_state[0].shape}. Give 'xla' to train on GPU"
+    )
+
+
+_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _tpu():

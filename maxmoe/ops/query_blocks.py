@@ -27,6 +27,8 @@ def map_query_blocks(
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    out = jax.lax.map(lambda blocks: fn(*blocks), tuple(map(split, queries)))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :num_queries]
+    def join(x):
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
+
+    return jax.tree.map(join, jax.lax.map(lambda blocks: fn(*blocks), tuple(map(split, queries))))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmoe.ops.attn_res import mix
+from maxmoe.ops.attn_res import mix, mix_and_norm
+from maxmoe.ops.norm import rms_norm
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.quick_jit import quick_jit
 
@@ -113,3 +114,24 @@ def test_mix_gradients_equal_differences(num_entries):
         # it is zero because a lone entry has weight 1, to the terms of order 1 that cancel.
         atol = (1e-5 * np.linalg.norm(gradients[i]) + 3e-6) * np.linalg.norm(step)
         assert_close(np.sum(gradients[i] * step), (ends[0] - ends[1]) / 2, atol=atol, label=f"gradient of {name}")
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_mix_and_norm_is_the_norm_of_the_mixture(implementation):
+    current, bank, *weights = _random_inputs(8, jnp.bfloat16)
+    out_norm = jnp.asarray(np.random.default_rng(9).standard_normal(7), jnp.float32)
+    both = jax.jit(functools.partial(mix_and_norm, eps=1e-5, implementation=implementation))
+    given = both(current, bank, 2, *weights, out_norm=out_norm)
+    assert given.dtype == jnp.bfloat16
+    normed = jax.jit(functools.partial(rms_norm, eps=1e-5))
+    assert_same_bits(given, normed(mixed(current, bank, 2, *weights), out_norm))
+
+
+def test_mix_and_norm_says_why_a_kernel_cannot_run():
+    current, bank, *weights = _random_inputs(10)
+    with pytest.raises(NotImplementedError, match="mix_and_norm.*runs on tpu"):
+        mix_and_norm(current, bank, 1, *weights, 1e-5, weights[0], implementation="pallas_tpu")
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        mix_and_norm(current, bank, 1, *weights, 1e-5, weights[0], implementation="pallas_gpu")
+    with pytest.raises(ValueError, match="fast"):
+        mix_and_norm(current, bank, 1, *weights, 1e-5, weights[0], implementation="fast")

@@ -43,10 +43,12 @@ def test_named_kernel_runs_and_agrees(on_tpu):
 def test_named_indexer_kernel_selects_the_same(on_tpu):
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.integers(-3, 4, (1, 5, 2, 128)), jnp.float32)
-    keys = jnp.asarray(rng.integers(-3, 4, (1, 300, 128)), jnp.float32)
-    weights, positions = jnp.ones((1, 5, 2), jnp.float32), jnp.arange(295, 300)[None]
-    got = indexer.select_tokens(q, keys, weights, positions, 16, implementation="pallas_tpu")
-    np.testing.assert_array_equal(got, indexer.select_tokens(q, keys, weights, positions, 16, implementation="xla"))
+    keys = jnp.asarray(rng.integers(-3, 4, (2, 1, 128, 300)), jnp.float32)
+    args = q, keys, 1, jnp.ones((1, 5, 2), jnp.float32), jnp.arange(295, 300)[None], 16
+    scores, slots = indexer.select_candidates(*args, implementation="pallas_tpu")
+    expected_scores, expected_slots = indexer.select_candidates(*args, implementation="xla")
+    np.testing.assert_array_equal(slots, expected_slots)
+    np.testing.assert_array_equal(scores, expected_scores)  # sums of integers
 
 
 @pytest.mark.parametrize(
@@ -67,10 +69,11 @@ def test_named_kernel_says_which_shape_it_cannot_take(on_tpu):
 
 
 def test_kernel_that_an_op_lacks_is_named():
-    with pytest.raises(NotImplementedError, match="select_tokens has no such kernel; it has xla, pallas_tpu"):
+    with pytest.raises(NotImplementedError, match="select_candidates has no such kernel; it has xla, pallas_tpu"):
         indexer.select_tokens(
             jnp.ones((1, 1, 1, 128)),
-            jnp.ones((1, 1, 128)),
+            jnp.ones((1, 1, 128, 1)),
+            0,
             jnp.ones((1, 1, 1)),
             jnp.zeros((1, 1), jnp.int32),
             1,

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from maxmoe.ops import experts as experts_module
-from maxmoe.ops.experts import ExpertWeights, routed_experts
-from maxmoe.ops.situ import situ_glu
+from maxmoe.ops import mxfp4
+from maxmoe.ops.experts import (
+    ExpertMasters,
+    ExpertWeights,
+    expert_outputs,
+    expert_outputs_from_masters,
+    routed_experts,
+)
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.quick_jit import quick_jit
 
@@ -17,7 +23,7 @@ DIM, HIDDEN, LAYERS = 64, 32, 2
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 ALL = 2**30  # every block in one step
 BY_TWO = 2 * 3 * DIM * HIDDEN  # two blocks to a step
-activation = functools.partial(situ_glu, gate_beta=4.0, linear_beta=25.0)
+BETAS = {"gate_beta": 4.0, "linear_beta": 25.0}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +36,7 @@ def _all_blocks_at_once(monkeypatch):
 def _compiled(at_once):
     """The op compiled for one value of AT_ONCE: the module holds it, and is read only when compiling."""
     del at_once
-    return quick_jit(functools.partial(routed_experts, activation=activation))
+    return quick_jit(functools.partial(routed_experts, **BETAS))
 
 
 def _run(x, ids, weights, experts, layer):
@@ -154,6 +160,7 @@ def test_plan_blocks_counts_only_named_experts():
     ids = np.array([[0], [2], [0], [-1], [0], [0]], np.int32)  # four real tokens of expert 0, two of padding
     plan = quick_jit(experts_module._plan_blocks, static_argnums=(1, 2))(ids, 2, 16)
     assert np.asarray(plan.block_experts).tolist().count(0) == 1  # one block of 16 rows holds all four
+    assert np.asarray(plan.block_assignments)[0].tolist() == [0, 2, 4, 5] + 12 * [-1]
     assert sorted(np.asarray(plan.slots)[np.asarray(plan.named)].tolist()) == [0, 1, 2, 3]
     assert np.asarray(plan.named)[:, 0].tolist() == [True, False, True, False, True, True]
 
@@ -188,7 +195,7 @@ def test_routed_experts_in_bfloat16_rounds_each_product_once():
 
 def _gradients(x, ids, weights, experts, factors):
     def loss(x, weights):
-        return jnp.sum(factors * routed_experts(x, ids, weights, experts, 1, activation))
+        return jnp.sum(factors * routed_experts(x, ids, weights, experts, 1, **BETAS))
 
     return quick_jit(jax.grad(loss, argnums=(0, 1)))(x, weights)
 
@@ -215,3 +222,90 @@ def test_routed_experts_gradients_equal_differences(monkeypatch, num_tokens, top
         # direction adds up like the gradient itself.
         assert_close(np.sum(d_x * step_x), by_x, atol=1e-5 * np.linalg.norm(d_x) * np.linalg.norm(step_x))
         assert_close(np.sum(d_weights * step_w), by_w, atol=1e-5 * np.linalg.norm(d_weights) * np.linalg.norm(step_w))
+
+
+def test_expert_outputs_says_that_kernels_take_no_places(monkeypatch):
+    x, ids, _ = _inputs(3, 2, 7)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="only the plain form takes `places`"):
+        expert_outputs(
+            x, ids, _random_experts(7), 0, **BETAS, places=np.arange(7, dtype=np.int32), implementation="pallas_tpu"
+        )
+
+
+def _random_masters(num_experts, dtype, seed=8):
+    rng = np.random.default_rng(seed)
+    shapes = ((HIDDEN, DIM), (HIDDEN, DIM), (DIM, HIDDEN))
+    made = (0.2 * rng.standard_normal((LAYERS, num_experts, *shape)) for shape in shapes)
+    return ExpertMasters(*(jnp.asarray(leaf, dtype) for leaf in made))
+
+
+def _packed(masters):
+    return ExpertWeights(*(leaf for master in masters for leaf in mxfp4.quantize(master)))
+
+
+@pytest.mark.parametrize("num_tokens, top_k, num_experts, dtype", [(3, 2, 7, jnp.float32), (19, 3, 5, jnp.bfloat16)])
+def test_expert_outputs_from_masters_are_those_of_packed_masters(monkeypatch, num_tokens, top_k, num_experts, dtype):
+    monkeypatch.setattr(experts_module, "AT_ONCE", BY_TWO)
+    x, ids, _ = _inputs(num_tokens, top_k, num_experts)
+    ids[0, 1], x = -1, jnp.asarray(x, dtype)
+    masters = _random_masters(num_experts, dtype)
+
+    @quick_jit
+    def run(x, masters):
+        given = expert_outputs_from_masters(x, ids, masters, 1, **BETAS)
+        return given, expert_outputs(x, ids, _packed(masters), 1, **BETAS)
+
+    given, expected = (np.asarray(out)[ids >= 0] for out in run(x, masters))
+    assert_same_bits(given, expected)
+
+
+def _dense_outputs(x, ids, dense, layer):
+    """Each assignment by its own weights, in float32; zero where an id names no expert."""
+    chosen = jnp.clip(ids, 0, dense.gate.shape[1] - 1)
+    gate_w, up_w, down_w = (leaf[layer, chosen] for leaf in dense)
+    dot = functools.partial(jnp.einsum, precision="highest")
+    gate, up = dot("nd,nkfd->nkf", x, gate_w), dot("nd,nkfd->nkf", x, up_w)
+    hidden = 4 * jnp.tanh(gate / 4) * jax.nn.sigmoid(gate) * 25 * jnp.tanh(up / 25)
+    out = dot("nkf,nkdf->nkd", hidden, down_w)
+    return jnp.where(((ids >= 0) & (ids < dense.gate.shape[1]))[..., None], out, 0)
+
+
+@pytest.mark.parametrize("num_tokens, top_k, num_experts, at_once", [(3, 2, 7, ALL), (19, 3, 5, BY_TWO)])
+def test_expert_outputs_from_masters_pass_gradients_of_the_packed_weights_straight_on(
+    monkeypatch, num_tokens, top_k, num_experts, at_once
+):
+    monkeypatch.setattr(experts_module, "AT_ONCE", at_once)
+    x, ids, _ = _inputs(num_tokens, top_k, num_experts)
+    ids[1, 0], ids[-1] = -1, num_experts  # the last token is padding
+    ids[ids == 2] = 1  # an expert of whom nobody asks
+    d_out = np.random.default_rng(9).standard_normal((*ids.shape, DIM)).astype(np.float32)
+    masters = _random_masters(num_experts, jnp.float32)
+
+    @quick_jit
+    def run(x, masters):
+        given = jax.vjp(lambda *args: expert_outputs_from_masters(args[0], ids, args[1], 1, **BETAS), x, masters)[1]
+        packed = _packed(masters)
+        dense = ExpertMasters(*(mxfp4.dequantize(*packed[i : i + 2]) for i in (0, 2, 4)))
+        return given(d_out), jax.vjp(lambda *args: _dense_outputs(args[0], ids, args[1], 1), x, dense)[1](d_out)
+
+    (d_x, d_masters), (d_x_expected, d_expected) = run(jnp.asarray(x), masters)
+    # Float32 sums of at most 64 terms and 19 tokens in another order, relative to the largest.
+    _assert_matches(d_x, np.asarray(d_x_expected), rtol=1e-5)
+    assert not np.asarray(d_x)[-1].any()
+    for given, expected in zip(d_masters, d_expected, strict=True):
+        _assert_matches(given, np.asarray(expected), rtol=1e-5)
+        assert np.asarray(given[1]).any() and not np.asarray(given[0]).any() and not np.asarray(given[1, 2]).any()
+
+
+def test_expert_outputs_from_masters_ignore_a_token_that_is_not_routed():
+    x, ids, _ = _inputs(6, 2, 5)
+    ids[0], x[0] = 5, np.nan
+    masters = _random_masters(5, jnp.bfloat16)
+
+    def loss(masters):
+        out = expert_outputs_from_masters(jnp.asarray(x, jnp.bfloat16), ids, masters, 0, **BETAS)
+        return jnp.sum(jnp.where((ids < 5)[..., None], out, 0).astype(jnp.float32))
+
+    for leaf in quick_jit(jax.grad(loss))(masters):
+        assert leaf.dtype == jnp.bfloat16 and np.isfinite(np.asarray(leaf, np.float32)).all()

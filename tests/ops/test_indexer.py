@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxmoe.ops import indexer, query_blocks
-from maxmoe.ops.indexer import index_scores, select_tokens, select_topk
+from maxmoe.ops.indexer import index_scores, select_candidates, select_tokens, select_topk, write_keys
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.quick_jit import quick_jit
 
@@ -25,13 +25,13 @@ def _reference_topk(scores, k, valid):
 def _random_index(seed, batch=2, queries=7, keys=11, heads=3, width=5):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((batch, queries, heads, width)).astype(np.float32)
-    key = rng.standard_normal((batch, keys, width)).astype(np.float32)
+    key = rng.standard_normal((batch, width, keys)).astype(np.float32)
     return q, key, rng.standard_normal((batch, queries, heads)).astype(np.float32)
 
 
 def _reference_scores(q, keys, head_weights):
     q, keys, head_weights = (np.asarray(x).astype(np.float64) for x in (q, keys, head_weights))
-    dots = np.maximum(np.einsum("btij,bsj->btis", q, keys), 0)
+    dots = np.maximum(np.einsum("btij,bjs->btis", q, keys), 0)
     return np.einsum("btis,bti->bts", dots, head_weights)
 
 
@@ -148,12 +148,19 @@ def test_select_topk_merges_like_one_device_on_random_ties():
         assert merged[:count].tolist() == whole[:count].tolist()
 
 
-def _expected_tokens(q, keys, head_weights, positions, top_k):
+def _stacked(keys):
+    """Keys of the middle one of three layers; the others are NaN."""
+    return jnp.full((3, *keys.shape), jnp.nan, keys.dtype).at[1].set(keys)
+
+
+def _expected_candidates(q, keys, head_weights, positions, top_k):
+    """Slots in order, with the scores as the plain form has them: NaN and -inf as the lowest number."""
     scores = np.asarray(index_scores(q, keys, head_weights))
-    expected = np.empty((*positions.shape, top_k), np.int32)
+    slots = np.empty((*positions.shape, top_k), np.int32)
     for b, t in np.ndindex(*positions.shape):
-        expected[b, t] = _reference_topk(scores[b, t], top_k, np.arange(scores.shape[-1]) <= positions[b, t])
-    return expected
+        slots[b, t] = _reference_topk(scores[b, t], top_k, np.arange(scores.shape[-1]) <= positions[b, t])
+    chosen = np.take_along_axis(scores, np.maximum(slots, 0), axis=-1)
+    return np.where(slots < 0, -np.inf, np.fmax(chosen, np.finfo(np.float32).min)).astype(np.float32), slots
 
 
 @pytest.mark.parametrize("top_k", [4, 15])
@@ -162,10 +169,11 @@ def test_select_tokens_is_causal(monkeypatch, top_k, budget):
     monkeypatch.setattr(query_blocks, "BUDGET", budget)
     q, keys, head_weights = _random_index(4)
     positions = np.stack([np.arange(7), np.arange(4, 11)]).astype(np.int32)
-    expected = _expected_tokens(q, keys, head_weights, positions, top_k)
+    _, expected = _expected_candidates(q, keys, head_weights, positions, top_k)
     poisoned = keys.copy()
-    poisoned[0, 7:] = np.nan  # no query of the first row may see these
-    given = quick_jit(lambda *args: select_tokens(*args, top_k))(q, poisoned, head_weights, positions)
+    poisoned[0, :, 7:] = np.nan  # no query of the first row may see these
+    select = quick_jit(lambda q, keys, *args: select_tokens(q, keys, jnp.int32(1), *args, top_k))
+    given = select(q, _stacked(poisoned), head_weights, positions)
     assert_same_bits(given, expected)
     for t in range(7):
         assert set(np.asarray(given)[0, t].tolist()) - {-1} <= set(range(t + 1))
@@ -173,9 +181,91 @@ def test_select_tokens_is_causal(monkeypatch, top_k, budget):
             assert set(np.asarray(given)[0, t].tolist()) == set(range(t + 1)) | ({-1} if top_k > t + 1 else set())
 
 
+@pytest.mark.parametrize("top_k", [3, 15])
+@pytest.mark.parametrize("budget", [2**26, 3 * 66])
+def test_select_candidates_gives_scores_beside_slots(monkeypatch, top_k, budget):
+    monkeypatch.setattr(query_blocks, "BUDGET", budget)
+    q, keys, head_weights = _random_index(8)
+    keys[1, :, 2], q[0, 3] = np.nan, np.inf  # a key, and a query, without a score
+    positions = np.stack([np.arange(7), [-1, 3, -9, 10, 10, 0, 5]]).astype(np.int32)
+    expected = _expected_candidates(q, keys, head_weights, positions, top_k)
+    given = jax.jit(select_candidates, static_argnums=5)(q, _stacked(keys), 1, head_weights, positions, top_k)
+    assert_same_bits(given[1], expected[1])
+    # Sums of fifteen products of order 1, compiled for another number of queries; placeholders are exact.
+    assert_close(given[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert (np.isneginf(given[0]) == (np.asarray(given[1]) < 0)).all()
+    assert (np.asarray(given[1])[1, [0, 2]] == -1).all()
+
+
+@pytest.mark.parametrize("num_keys", [11, 3000])
+def test_select_candidates_of_parts_merge_to_those_of_the_whole(num_keys):
+    # Shards of a cache split along the sequence: a query's position, less a shard's first slot, may be negative.
+    q, keys, head_weights = _random_index(9, keys=num_keys)
+    positions = np.stack([np.arange(7), np.linspace(0, num_keys - 1, 7)]).astype(np.int32)
+    top_k, half = 6, num_keys // 2
+    whole = select_candidates(q, _stacked(keys), 1, head_weights, positions, top_k)
+    parts = []
+    for start, end in ((0, half), (half, num_keys)):
+        scores, slots = select_candidates(
+            q, _stacked(keys[..., start:end]), 1, head_weights, jnp.asarray(positions - start), top_k
+        )
+        parts.append((scores, jnp.where(slots < 0, -1, slots + start)))
+    scores, slots = (jnp.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+    places = select_topk(scores, top_k, slots >= 0)
+    merged = jnp.where(places < 0, -1, jnp.take_along_axis(slots, places, axis=-1))
+    assert_same_bits(merged, whole[1])
+
+
 def test_select_tokens_row_does_not_depend_on_its_neighbours():
-    tokens = jax.jit(select_tokens, static_argnums=4)
+    tokens = jax.jit(select_tokens, static_argnums=5)
     inputs, others = _random_index(5), _random_index(6)
     positions = np.broadcast_to(np.arange(4, 11, dtype=np.int32), (2, 7))
     mixed = [np.stack([x[0], y[1]]) for x, y in zip(inputs, others, strict=True)]
-    assert_same_bits(tokens(*mixed, positions, 4)[0], tokens(*inputs, positions, 4)[0])
+
+    def choose(q, keys, head_weights):
+        return tokens(q, _stacked(keys), 1, head_weights, positions, 4)
+
+    assert_same_bits(choose(*mixed)[0], choose(*inputs)[0])
+
+
+WRITERS = pytest.mark.parametrize("writer", [write_keys, indexer._write_windows, indexer._write_columns])
+
+
+@WRITERS
+@pytest.mark.parametrize("num_slots", [9, 1300])  # one window; windows of which the last overlaps
+@pytest.mark.parametrize("num_tokens", [1, 5, 700])
+def test_write_keys_changes_the_slots_named_and_no_others(writer, num_slots, num_tokens):
+    rng = np.random.default_rng(10)
+    keys = rng.standard_normal((2, 3, 4, num_slots)).astype(np.float32)
+    new = rng.standard_normal((3, num_tokens, 4)).astype(np.float32)
+    new[:, -1] = np.nan  # a key like any other
+    slots = np.stack([rng.permutation(np.arange(-700, 2300))[:num_tokens] for _ in range(3)]).astype(np.int32)
+    slots[1] = np.arange(num_tokens) + num_slots - num_tokens // 2 - 1  # a span that ends behind the cache
+    slots[0, 0], slots[2, -1] = -1, -(2**31)
+    expected = keys.copy()
+    for b, t in np.ndindex(3, num_tokens):
+        if 0 <= slots[b, t] < num_slots:
+            expected[1, b, :, slots[b, t]] = new[b, t]
+    given = quick_jit(lambda *args: writer(*args))(keys, jnp.int32(1), slots, new)
+    assert_same_bits(given, expected)
+
+
+def test_write_keys_gradients_reach_what_stays_and_what_is_written():
+    rng = np.random.default_rng(11)
+    keys, new = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 2, 4, 9), (2, 3, 4)))
+    slots = jnp.asarray([[2, -1, 8], [9, 0, 5]])
+    factors = rng.standard_normal(keys.shape).astype(np.float32)
+    kept, written = jax.grad(lambda keys, new: jnp.sum(factors * write_keys(keys, 1, slots, new)), (0, 1))(keys, new)
+    expected = np.zeros(new.shape, np.float32)
+    for b, t in np.ndindex(2, 3):
+        if 0 <= slots[b, t] < 9:
+            expected[b, t] = factors[1, b, :, slots[b, t]]
+            factors[1, b, :, slots[b, t]] = 0
+    assert_same_bits(written, expected)
+    assert_same_bits(kept, factors)
+
+
+def test_write_keys_rounds_to_the_type_of_the_cache():
+    keys, new = jnp.zeros((1, 1, 2, 3), jnp.bfloat16), jnp.full((1, 1, 2), 1.2345)
+    given = write_keys(keys, 0, jnp.asarray([[1]]), new)
+    assert given.dtype == jnp.bfloat16 and float(given[0, 0, 0, 1]) == float(jnp.bfloat16(1.2345))

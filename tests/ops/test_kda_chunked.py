@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from maxmoe.ops.kda import kda_chunked, kda_recurrent, kda_step
+from pallas_kernels import kda_chunk_backward_tpu, kda_chunk_gpu
 from tests.ops.closeness import assert_close, assert_same_bits
 from tests.ops.kda_reference import NAMES, random_inputs, reference_forward, reference_gradients
 from tests.ops.quick_jit import quick_jit
@@ -165,3 +167,48 @@ def test_kda_chunked_row_does_not_depend_on_its_neighbours():
         # One program works on each row by itself, so not a bit may change.
         assert_same_bits(new_out[row], out[row], "output")
         assert_same_bits(new_state[row], state[row], "state")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Makes the process believe in the platform of a kernel, which the interpreter runs."""
+    kernels = {
+        "pallas_tpu": (kda_chunk_backward_tpu, "kda_chunk_trainable_tpu", pltpu.InterpretParams()),
+        "pallas_gpu": (kda_chunk_gpu, "kda_chunk_gpu", True),
+    }
+
+    def become(implementation):
+        module, name, mode = kernels[implementation]
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=mode))
+        monkeypatch.setattr(jax, "default_backend", lambda: implementation.removeprefix("pallas_"))
+
+    return become
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the TPU interpreter before jax 0.12 can stop for ever")
+def test_kda_chunked_kernel_for_tpu_takes_gradients(interpreted):
+    interpreted("pallas_tpu")
+    inputs = random_inputs(18, 70, batch=1, heads=1, key_dim=128, value_dim=128)
+    rng = np.random.default_rng(19)
+    d_out, d_state = (rng.standard_normal(x.shape).astype(np.float32) for x in (inputs[2], inputs[5]))
+
+    def gradients(implementation):
+        run = functools.partial(kda_chunked, implementation=implementation)
+        return jax.jit(lambda inputs: jax.vjp(run, *inputs)[1]((d_out, d_state)))(inputs)
+
+    for name, given, wanted in zip(NAMES, gradients("pallas_tpu"), gradients("xla"), strict=True):
+        # The kernel's states, from products that leave out 2^-16 of each term, enter every gradient.
+        assert_close(given, wanted, atol=1e-4 * np.abs(wanted).max(), label=f"gradient of {name}")
+
+
+def test_kda_chunked_kernel_for_gpu_runs_and_refuses_a_gradient(interpreted):
+    interpreted("pallas_gpu")
+    inputs = random_inputs(20, 70, batch=2, heads=1, key_dim=32, value_dim=32)
+    run = functools.partial(kda_chunked, implementation="pallas_gpu")
+    out, state = jax.jit(run)(*inputs)
+    wanted, wanted_state = chunked(*inputs)
+    # Decays of differences of running sums, up to 100 nats here, in float32.
+    assert_close(out, wanted, atol=1e-5, label="output")
+    assert_close(state, wanted_state, atol=1e-5, label="state")
+    with pytest.raises(NotImplementedError, match=r"has no gradient, and one was asked for with q of shape \(2, 70"):
+        jax.grad(lambda q: run(q, *inputs[1:])[0].sum())(inputs[0])

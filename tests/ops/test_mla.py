@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxmoe.ops import mla, query_blocks
+from maxmoe.ops.latent_cache import empty_rows, write_rows
 from maxmoe.ops.mla import absorbed_attention, attention, expanded_attention
 from maxmoe.ops.sparse_mla import sparse_attention
 from tests.ops.closeness import assert_close, assert_same_bits
@@ -18,7 +19,19 @@ POSITIONS = np.array([[2, 3, 4, 5, 6], [0, 1, 2, 3, 4]], np.int32)
 TOLERANCE = 5e-6  # float32 scores and sums of values of order 1 to 10
 
 jitted = {name: jax.jit(form) for name, form in FORMS.items()}
-sparse = jax.jit(sparse_attention)
+
+
+def _sparse_attention(q, rows, w_kv, indices):
+    """With the rows in the second layer of a cache whose first one is NaN."""
+    batch, num_slots, _ = rows.shape
+    rank = w_kv.shape[-1]
+    cache = empty_rows(2, batch, num_slots, rank, rows.shape[-1] - rank, rows.dtype)
+    cache = jax.tree.map(lambda part: part.at[0].set(jnp.nan), cache)
+    cache = write_rows(cache, 1, jnp.broadcast_to(jnp.arange(num_slots), (batch, num_slots)), rows)
+    return sparse_attention(q, cache, 1, w_kv, indices)
+
+
+sparse = jax.jit(_sparse_attention)
 
 
 def _random_inputs(seed, dtype=np.float32, batch=BATCH, queries=QUERIES, slots=SLOTS):
@@ -62,7 +75,7 @@ def test_attention_forms_equal_plain_attention(form):
 def _form_and_where(form):
     """The function and its last argument, for every visible key."""
     if form == "sparse":
-        return sparse_attention, np.where(_causal(POSITIONS), np.arange(SLOTS), -1).astype(np.int32)
+        return _sparse_attention, np.where(_causal(POSITIONS), np.arange(SLOTS), -1).astype(np.int32)
     return FORMS[form], POSITIONS
 
 
@@ -113,7 +126,7 @@ def test_sparse_attention_does_not_depend_on_query_blocks(monkeypatch, block):
     indices = np.where(_causal(POSITIONS), np.arange(SLOTS), -1).astype(np.int32)
     whole = sparse(q, _poison(rows), w_kv, indices)
     monkeypatch.setattr(query_blocks, "BUDGET", block * BATCH * SLOTS * (RANK + SHARED))
-    assert_close(_compile_anew(sparse_attention)(q, _poison(rows), w_kv, indices), whole, atol=TOLERANCE)
+    assert_close(_compile_anew(_sparse_attention)(q, _poison(rows), w_kv, indices), whole, atol=TOLERANCE)
 
 
 def test_map_query_blocks_runs_blocks_of_the_budget(monkeypatch):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from maxmoe.ops.indexer import select_tokens
+from maxmoe.ops.indexer import select_candidates
 from pallas_kernels.indexer_groups_tpu import insert
 from pallas_kernels.indexer_topk_tpu import indexer_topk_tpu, indexer_topk_tpu_refusal
 from pallas_kernels.tiling import INDEXER_TOPK_TPU
-from tests.ops.closeness import assert_same_bits
+from tests.ops.closeness import assert_close, assert_same_bits
 
 SMALL = dataclasses.replace(INDEXER_TOPK_TPU, groups=256, kept=3, key_tile=512, lanes=256, chunk=8)
 REAL_K = dataclasses.replace(INDEXER_TOPK_TPU, groups=1024, kept=4, key_tile=2048, lanes=512)  # chooses up to 2048
@@ -23,12 +23,17 @@ PATHS = pytest.mark.parametrize("num_queries", [1, 9], ids=["decode", "prefill"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5), static_argnames=("tiling", "interpret"))
-def _choose(implementation, q, keys, head_weights, positions, top_k, tiling=SMALL, interpret=True):
-    """keys: [B, S, J], as the definition has them."""
+def _candidates(implementation, q, keys, head_weights, positions, top_k, tiling=SMALL, interpret=True):
+    """keys: [B, J, S], which become the second of two layers."""
+    keys, layer = jnp.stack([jnp.full_like(keys, jnp.nan), keys]), jnp.int32(1)
     if implementation == "xla":
-        return select_tokens(q, keys, head_weights, positions, top_k)
-    keys = keys.swapaxes(1, 2)
-    return indexer_topk_tpu(q, keys, head_weights, positions, top_k, tiling=tiling, interpret=interpret)
+        return select_candidates(q, keys, layer, head_weights, positions, top_k, "xla")
+    return indexer_topk_tpu(q, keys, layer, head_weights, positions, top_k, tiling=tiling, interpret=interpret)
+
+
+def _choose(*args, **settings):
+    """Slots alone."""
+    return _candidates(*args, **settings)[1]
 
 
 def _with_scores(scores, num_queries, dtype=jnp.float32):
@@ -37,10 +42,10 @@ def _with_scores(scores, num_queries, dtype=jnp.float32):
     One head meets the positive scores, another, with a weight of -4, a quarter of the negative ones.
     """
     scores = np.asarray(scores, np.float32)
-    keys = np.zeros((1, len(scores), WIDTH), np.float32)
-    keys[0, :, 0], keys[0, :, 1] = np.fmax(scores, 0), np.fmax(-scores / 4, 0)
-    keys[0, np.isneginf(scores), 1] = 3e38  # four times that is infinite in float32
-    keys[0, np.isnan(scores), 0] = np.nan
+    keys = np.zeros((1, WIDTH, len(scores)), np.float32)
+    keys[0, 0], keys[0, 1] = np.fmax(scores, 0), np.fmax(-scores / 4, 0)
+    keys[0, 1, np.isneginf(scores)] = 3e38  # four times that is infinite in float32
+    keys[0, 0, np.isnan(scores)] = np.nan
     q = np.broadcast_to(np.eye(8, WIDTH, dtype=np.float32), (1, num_queries, 8, WIDTH))
     head_weights = np.broadcast_to(np.float32([1, -4, 0, 0, 0, 0, 0, 0]), (1, num_queries, 8))
     return jnp.asarray(q, dtype), jnp.asarray(keys, dtype), head_weights
@@ -60,7 +65,7 @@ def _integers(seed, batch, num_queries, num_keys, heads=8, dtype=jnp.bfloat16):
     """Small integers: every score is exact in any order of summation, and there are many ties."""
     rng = np.random.default_rng(seed)
     q = rng.integers(-2, 3, (batch, num_queries, heads, WIDTH))
-    keys = rng.integers(-1, 2, (batch, num_keys, WIDTH)) * (rng.random((1, num_keys, WIDTH)) < 0.05)
+    keys = rng.integers(-1, 2, (batch, WIDTH, num_keys)) * (rng.random((1, WIDTH, num_keys)) < 0.05)
     head_weights = rng.integers(-2, 3, (batch, num_queries, heads))
     positions = rng.integers(0, num_keys + 5, (batch, num_queries))  # the last may stand behind all keys
     positions[0, 0], positions[-1, -1] = 5, num_keys - 1
@@ -120,14 +125,29 @@ def test_indexer_topk_chooses_scores_in_any_order(implementation, num_queries, s
 @pytest.mark.parametrize("num_queries", [1, 2, 9, 19])  # few; a block and a rest; more than a chunk
 def test_indexer_topk_tpu_equals_the_definition(num_queries, dtype):
     inputs = _integers(num_queries, 2, num_queries, 2_003, dtype=dtype)
-    assert_same_bits(_choose("pallas_tpu", *inputs, 300), _choose("xla", *inputs, 300))
+    given, expected = (_candidates(name, *inputs, 300) for name in ("pallas_tpu", "xla"))
+    assert_same_bits(given[1], expected[1], "slots")
+    assert_same_bits(given[0], expected[0], "scores")
+
+
+@PATHS
+def test_indexer_topk_tpu_gives_scores_of_queries_done_again(num_queries):
+    scores = np.where(np.arange(2200) % SMALL.groups == 7, 3000 - np.arange(2200.0), -5)
+    scores[7 + SMALL.groups * np.arange(3)] = [np.nan, -np.inf, 0]  # of the winners' group; they rank last
+    inputs = *_with_scores(scores, num_queries), np.full((1, num_queries), 2199, np.int32)
+    given, expected = (_candidates(name, *inputs, 40) for name in ("pallas_tpu", "xla"))
+    assert_same_bits(given[1], expected[1], "slots")
+    assert_same_bits(given[0], expected[0], "scores")
+    few = _candidates("pallas_tpu", *inputs[:3], np.full((1, num_queries), 8, np.int32), 40)
+    assert_same_bits(few[0][0, 0, 8:], np.float32([np.finfo(np.float32).min] + 31 * [-np.inf]), "NaN, then nothing")
+    assert (np.asarray(few[1])[..., 9:] == -1).all()
 
 
 @PATHS
 def test_indexer_topk_tpu_does_not_see_later_slots(num_queries):
     q, keys, head_weights, _ = _integers(3, 1, num_queries, 1_700)
     positions = jnp.full((1, num_queries), 1_200, jnp.int32)
-    poisoned = keys.at[:, 1_201:].set(jnp.nan)
+    poisoned = keys.at[..., 1_201:].set(jnp.nan)
     given = _choose("pallas_tpu", q, poisoned, head_weights, positions, 300)
     assert_same_bits(given, _choose("xla", q, keys, head_weights, positions, 300))
     nothing = _choose("pallas_tpu", q, keys, head_weights, jnp.full_like(positions, -1), 300)
@@ -137,15 +157,16 @@ def test_indexer_topk_tpu_does_not_see_later_slots(num_queries):
 @PATHS
 def test_indexer_topk_tpu_scores_to_float32(num_queries):
     rng = np.random.default_rng(4)
-    q, keys = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((1, num_queries, 32, 128), (1, 1_700, 128)))
+    q, keys = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((1, num_queries, 32, 128), (1, 128, 1_700)))
     head_weights = rng.standard_normal((1, num_queries, 32)).astype(np.float32)
     positions = np.full((1, num_queries), 1_699, np.int32)
-    given = np.asarray(_choose("pallas_tpu", q, keys, head_weights, positions, 300))
+    found, given = map(np.asarray, _candidates("pallas_tpu", q, keys, head_weights, positions, 300))
     q, keys = (np.asarray(x).astype(np.float64) for x in (q, keys))
-    dots = np.maximum(np.einsum("btij,bsj->btis", q, keys), 0)
+    dots = np.maximum(np.einsum("btij,bjs->btis", q, keys), 0)
     scores = np.einsum("btis,bti->bts", dots, head_weights.astype(np.float64))
     chosen = np.take_along_axis(scores, given, axis=-1)
     # Sums of 32 x 128 products, of magnitude up to 1e3, in float32: bfloat16 scores would be off by 1 or more.
+    assert_close(found, chosen, atol=1e-4)
     assert (np.diff(chosen, axis=-1) <= 2e-4).all(), np.diff(chosen, axis=-1).max()
     np.put_along_axis(scores, given, -np.inf, axis=-1)
     assert (scores.max(axis=-1) <= chosen[..., -1] + 2e-4).all()
@@ -185,14 +206,16 @@ def test_insert_keeps_equal_scores_in_order():
 
 
 def test_indexer_topk_tpu_refusal_names_what_was_given():
-    def refusal(top_k=2048, q_type=jnp.bfloat16, key_type=jnp.bfloat16, width=128):
-        q, keys = jax.ShapeDtypeStruct((1, 4, 64, width), q_type), jax.ShapeDtypeStruct((1, width, 9), key_type)
+    def refusal(top_k=2048, q_type=jnp.bfloat16, key_type=jnp.bfloat16, width=128, batch=1):
+        q, keys = jax.ShapeDtypeStruct((1, 4, 64, width), q_type), jax.ShapeDtypeStruct((3, batch, width, 9), key_type)
         return indexer_topk_tpu_refusal(q, keys, top_k)
 
     assert refusal() is None and refusal(top_k=1) is None
     assert "96" in refusal(width=96) and "multiple of 128" in refusal(width=96)
+    assert "(3, 2, 128, 9)" in refusal(batch=2) and "[L, B, J, S] is allowed" in refusal(batch=2)
     assert "float16" in refusal(q_type=jnp.float16)
     assert "float32" in refusal(key_type=jnp.float32)
     assert "7000" in refusal(top_k=7000) and "6656" in refusal(top_k=7000)
     with pytest.raises(NotImplementedError, match="indexer_topk_tpu: index width 96"):
-        indexer_topk_tpu(jnp.ones((1, 1, 8, 96)), jnp.ones((1, 96, 9)), jnp.ones((1, 1, 8)), jnp.zeros((1, 1), int), 4)
+        args = jnp.ones((1, 1, 8, 96)), jnp.ones((1, 1, 96, 9)), 0, jnp.ones((1, 1, 8)), jnp.zeros((1, 1), int)
+        indexer_topk_tpu(*args, 4)

@@ -1,5 +1,6 @@
 """Chunked KDA for TPU, run by the interpreter with poisoned memory: the definition's numbers, for every packing."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tiling as tilings
 from pallas_kernels.kda_chunk_tpu import kda_chunk_refusal, kda_chunk_tpu
 from pallas_kernels.kda_work_list_tpu import work_list
 from tests.ops.closeness import assert_close, assert_same_bits
@@ -52,6 +54,28 @@ def test_kda_chunk_of_bfloat16_values_rounds_outputs_once():
     expected, states = reference_forward(*low, inputs[5])
     assert_close(state, states[-1], **STATE_TOL, label="state")
     assert_close(out, expected, atol=3e-6, rtol=2**-8, label="output")
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("KDA_CHUNK_V5P", 6), ("KDA_CHUNK_V6E", 7), ("KDA_CHUNK_V6E", 12), ("KDA_CHUNK_TPU7X", 9)]
+)
+def test_kda_chunk_follows_the_equation_with_the_heads_of_each_chip(name, heads):
+    inputs = inputs_of(18, 70, heads=heads)
+    tiling = getattr(tilings, name)
+    assert heads <= tiling.heads_per_program, "one program takes them all"
+    out, state = jax.jit(functools.partial(kda_chunk_tpu, tiling=tiling, interpret=POISON))(*inputs)
+    expected, states = reference_forward(*inputs)
+    assert_close(out, expected, **OUT_TOL, label="output")
+    assert_close(state, states[-1], **STATE_TOL, label="state")
+
+
+def test_kda_chunk_in_one_branch_gives_the_same():
+    inputs = inputs_of(19, 70)
+    tiling = dataclasses.replace(tilings.KDA_CHUNK_V5P, branch_per_stage=False)
+    given = jax.jit(functools.partial(kda_chunk_tpu, tiling=tiling, interpret=POISON))(*inputs)
+    for x, y in zip(given, chunked(*inputs), strict=True):
+        # The same operations; one program of the compiler may contract a product and a sum where the other does not.
+        assert_close(x, y, atol=1e-6)
 
 
 def test_kda_chunk_survives_64_steps_at_the_bound():

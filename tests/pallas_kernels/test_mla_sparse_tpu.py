@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from maxmoe.ops.latent_cache import LatentRows
 from maxmoe.ops.mla import absorb_queries, split_kv_weight
 from maxmoe.ops.sparse_mla import sparse_attention
 from pallas_kernels import mla_sparse_backward_tpu
-from pallas_kernels.mla_pages_tpu import pack_pages, unpack_pages, write_rows
-from pallas_kernels.mla_sparse_tpu import combine_partials, mla_sparse_tpu, mla_sparse_tpu_refusal
+from pallas_kernels.mla_pages_tpu import pack_pages, unpack_pages
+from pallas_kernels.mla_sparse_tpu import mla_sparse_tpu, mla_sparse_tpu_refusal
 from tests.ops.closeness import assert_close
 
 RANK, SHARED, OWN, VALUE = 512, 64, 16, 8  # the real sizes of a cache row; few values per head, which stay outside
@@ -64,6 +65,11 @@ class Case:
         w_key, _ = split_kv_weight(w_kv, q, self.rows)
         return jnp.split(absorb_queries(q, w_key), [RANK], axis=-1)
 
+    def plain(self, q, rows, w_kv):
+        """`sparse_attention`, with the rows as the only layer of a cache."""
+        cache = LatentRows(*(part[None] for part in pack_pages(rows)))
+        return sparse_attention(q, cache, 0, w_kv, self.indices)
+
     def kernel(self, q, w_kv, pool, interpret):
         """What `sparse_attention` gives, by way of the kernel."""
         _, w_value = split_kv_weight(w_kv, q, self.rows)
@@ -110,14 +116,14 @@ SHAPES = pytest.mark.parametrize("shape", CASES.values(), ids=CASES.keys())
 @SHAPES
 def test_mla_sparse_tpu_equals_the_plain_op(shape, interpret):
     case = Case(**shape)
-    expected = sparse_attention(case.q, case.rows, case.w_kv, case.indices)
+    expected = case.plain(case.q, case.rows, case.w_kv)
     assert_near(case.kernel(case.q, case.w_kv, case.pool, interpret), expected, EXACT)
 
 
 @INTERPRETERS
 def test_mla_sparse_tpu_equals_the_plain_op_in_bfloat16(interpret):
     case = Case(**CASES["verify"], dtype=jnp.bfloat16)
-    expected = sparse_attention(case.q, case.rows, case.w_kv, case.indices)
+    expected = case.plain(case.q, case.rows, case.w_kv)
     assert_near(case.kernel(case.q, case.w_kv, case.pool, interpret), expected, ROUNDED)
 
 
@@ -133,17 +139,17 @@ def test_mla_sparse_tpu_gives_the_log_sum_exp(shape):
 
 def test_mla_sparse_tpu_has_no_race():
     case = Case(batch=3, num_queries=1, num_heads=1, top_k=600, page_size=16, pages=30)  # more blocks than slots
-    expected = sparse_attention(case.q, case.rows, case.w_kv, case.indices)
+    expected = case.plain(case.q, case.rows, case.w_kv)
     assert_near(case.kernel(case.q, case.w_kv, case.pool, RACES), expected, EXACT)
 
 
 def test_mla_sparse_tpu_finds_pages_in_long_tables_of_many_sequences():
     # Page tables of two and a half vector registers; sequences that fill two windows of the table and one in part.
     case = Case(batch=19, num_queries=1, num_heads=1, top_k=60, page_size=4, pages=300)
-    expected = sparse_attention(case.q, case.rows, case.w_kv, case.indices)
+    expected = case.plain(case.q, case.rows, case.w_kv)
     assert_near(case.kernel(case.q, case.w_kv, case.pool, PLAIN), expected, EXACT)
     case = Case(batch=10, num_queries=2, num_heads=1, top_k=60, page_size=4, pages=300)
-    expected = sparse_attention(case.q, case.rows, case.w_kv, case.indices)
+    expected = case.plain(case.q, case.rows, case.w_kv)
     assert_near(case.kernel(case.q, case.w_kv, case.pool, PLAIN), expected, EXACT)
 
 
@@ -179,28 +185,6 @@ def test_mla_sparse_tpu_shows_a_nan_in_a_named_key(value, interpret):
     assert jnp.isnan(context[0, 1, :, 3]).all() and jnp.isnan(lse[0, 1]).all()
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_combine_partials_joins_the_shards_of_a_cache(num_shards):
-    case = Case(**CASES["prefill"])
-    args = (*case.absorbed(case.q, case.w_kv), *pack_pages(case.pool), case.page_table)
-    size = -(-case.rows.shape[1] // num_shards)
-    # Each shard keeps the indices of its own stretch of keys; queries of the first case have none in most shards.
-    shards = [jnp.where(case.indices // size == i, case.indices, -1) for i in range(num_shards)]
-    partials = [mla_sparse_tpu(*args, indices, SCALE, PLAIN) for indices in shards]
-    context, lse = combine_partials(*(jnp.stack(part) for part in zip(*partials, strict=True)))
-    whole_context, whole_lse = mla_sparse_tpu(*args, case.indices, SCALE, PLAIN)
-    assert_near(context, whole_context, EXACT)
-    assert_near(lse, whole_lse, EXACT)
-
-
-def test_combine_partials_of_nothing_is_zeros_and_has_finite_gradients():
-    contexts, lses = jnp.zeros((2, 1, 1, 3, 8)), jnp.full((2, 1, 1, 3), -jnp.inf)
-    context, lse = combine_partials(contexts, lses)
-    assert (context == 0).all() and jnp.isneginf(lse).all()
-    gradient = jax.grad(lambda contexts: combine_partials(contexts, lses)[0].sum())(contexts)
-    assert jnp.isfinite(gradient).all()
-
-
 def gradients(case, attend):
     """Of q, w_kv and the pool's named rows, for a loss that weighs every output on its own."""
     weights = jnp.asarray(np.random.default_rng(1).standard_normal((*case.q.shape[:3], VALUE)), jnp.float32)
@@ -216,7 +200,7 @@ def assert_gradients_equal_those_of_the_plain_op(case, interpret, tolerance):
 
     # On the way back the plain op multiplies what it masks by zero, so it gets rows without NaN.
     def plain(q, w_kv, pool):
-        return sparse_attention(q, case.rows_of(jnp.where(jnp.isnan(pool), 0, pool)), w_kv, case.indices)
+        return case.plain(q, case.rows_of(jnp.where(jnp.isnan(pool), 0, pool)), w_kv)
 
     for ours, theirs in zip(found, gradients(case, plain), strict=True):
         assert_near(ours, theirs, tolerance)
@@ -263,15 +247,11 @@ def test_gradient_of_the_log_sum_exp_equals_that_of_the_plain_form():
         assert_near(found, expected, EXACT)
 
 
-def test_pages_hold_the_rows_that_were_packed_and_written():
-    draw = np.random.default_rng(0)
-    rows = jnp.asarray(draw.standard_normal((3, 8, RANK + SHARED)), jnp.float32)
-    pages = pack_pages(rows)
-    np.testing.assert_array_equal(unpack_pages(*pages), rows)
-    new = jnp.asarray(draw.standard_normal((5, RANK + SHARED)), jnp.float32)
-    at = jnp.asarray([2, 2, 0, 3, -1]), jnp.asarray([1, 2, 7, 0, 0])  # the last two are not in the pool
-    expected = rows.at[at[0][:3], at[1][:3]].set(new[:3])
-    np.testing.assert_array_equal(unpack_pages(*write_rows(*pages, new, *at)), expected)
+def test_pages_hold_the_rows_that_were_packed():
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8, RANK + SHARED)), jnp.float32)
+    latent, shared = pack_pages(rows)
+    assert latent.shape == (3, 8, 4, 128) and shared.shape == (3, 2, 2, 128)
+    np.testing.assert_array_equal(unpack_pages(latent, shared), rows)
 
 
 def refusal_arguments(**changes):

@@ -15,7 +15,7 @@ from pallas_kernels.tiling import MoeExpertsTpuTiling
 from tests.ops.closeness import assert_close
 
 POISONED = pltpu.InterpretParams(uninitialized_memory="nan")
-SMALL = MoeExpertsTpuTiling(rows=16, hidden=256, width=256, vmem_bytes=2**25)
+SMALL = MoeExpertsTpuTiling(rows=16, hidden=256, width=256, units=128, outputs=128)
 DIM, HIDDEN = 512, 768
 
 
@@ -52,7 +52,8 @@ def test_quantised_forward_passes_gradients_straight_to_the_masters(method):
     packed = MasterExperts(*(mxfp4.dequantize(*mxfp4.quantize(master)) for master in masters))
     expected, pull = jax.vjp(lambda x, w: _plain(x, w, group_sizes), x.astype(jnp.float32), packed)
     dx_expected, dmasters_expected = pull(dout.astype(jnp.float32))
-    pairs = {"out": (out, expected), "dx": (dx, dx_expected)}
+    # What comes out after the last group means nothing.
+    pairs = {"out": (out[:30], expected[:30]), "dx": (dx[:30], dx_expected[:30])}
     pairs |= {f"d{name}": (getattr(dmasters, name), getattr(dmasters_expected, name)) for name in MasterExperts._fields}
     for label, (given, wanted) in pairs.items():
         assert given.dtype == jnp.bfloat16

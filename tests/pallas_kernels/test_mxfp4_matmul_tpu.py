@@ -15,13 +15,18 @@ from pallas_kernels.tiling import Mxfp4MatmulTpuTiling
 from tests.ops.closeness import assert_close, assert_same_bits
 
 POISONED = pltpu.InterpretParams(uninitialized_memory="nan")
-SMALL = Mxfp4MatmulTpuTiling(rows=16, outputs=128, columns=256)
+# Blocks of up to three tiles of outputs, in each of the ways in which tiles follow each other.
+SMALL = {
+    "float4": Mxfp4MatmulTpuTiling(rows=16, outputs=384, columns=256, at_a_time=128),
+    "float8": Mxfp4MatmulTpuTiling(rows=16, outputs=384, columns=256, at_a_time=128, unrolled=False),
+    "float8_f32": Mxfp4MatmulTpuTiling(rows=16, outputs=384, columns=256, at_a_time=128, buffers=2),
+}
 LARGEST_SCALE = {"float4": 252, "float8": 240, "float8_f32": 240}  # byte; 252 is where 6 * scale leaves bfloat16
 METHODS = pytest.mark.parametrize("method", mxfp4_unpack.METHODS)
 
 
 def _matmul(method, interpret=POISONED):
-    return jax.jit(functools.partial(mxfp4_matmul_tpu, method=method, tiling=SMALL, interpret=interpret))
+    return jax.jit(functools.partial(mxfp4_matmul_tpu, method=method, tiling=SMALL[method], interpret=interpret))
 
 
 def _weight(rng, num_outputs, num_columns, scales=(110, 135)):

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.moe_experts_tpu import Mxfp4Experts, moe_experts_tpu
 from pallas_kernels.mxfp4_matmul_tpu import mxfp4_matmul_tpu
-from tools.aot_compile import TOPOLOGIES, is_available, static_cost
+from tools.aot_compile import TOPOLOGIES, compile_for, is_available, static_cost
 
 HERE = "tests.pallas_kernels.test_mxfp4_tpu_compiled"
 DIM, HIDDEN, LAYERS = 3584, 3072, 2
@@ -54,19 +54,19 @@ def bfloat16_matmul():
     return run, (_array((256, DIM), jnp.bfloat16), _array((DIM, HIDDEN), jnp.bfloat16))
 
 
-def matmul():
-    """One weight of an expert, 256 rows."""
-    x = _array((256, DIM), jnp.bfloat16)
+def matmul(num_rows="256"):
+    """One weight of an expert."""
+    x = _array((int(num_rows), DIM), jnp.bfloat16)
     return mxfp4_matmul_tpu, (x, _array((HIDDEN, DIM // 2), jnp.uint8), _array((HIDDEN, DIM // 32), jnp.uint8))
 
 
-def matmul_gradient():
+def matmul_gradient(num_rows="256"):
     """The product with the transpose."""
 
     def run(x, packed, scale, dout):
         return jax.vjp(lambda x: mxfp4_matmul_tpu(x, packed, scale), x)[1](dout)[0]
 
-    return run, (*matmul()[1], _array((256, HIDDEN), jnp.bfloat16))
+    return run, (*matmul(num_rows)[1], _array((int(num_rows), HIDDEN), jnp.bfloat16))
 
 
 def experts(numbers):
@@ -89,8 +89,10 @@ def experts_gradient(numbers):
 
 
 def _cost(chip, spec):
+    """The cost, and that of its one kernel; of two where what two cores computed is added up."""
     cost = static_cost(chip, f"{HERE}:{spec}")
-    (kernel,) = cost.kernels
+    kernel, *sums = sorted(cost.kernels, key=lambda kernel: "sum_of_cores" in kernel.name)
+    assert not sums or (chip == "v5p" and sums[0].spills == 0 and len(sums) == 1)
     return cost, kernel
 
 
@@ -101,15 +103,17 @@ def test_mxfp4_matmul_tpu_costs_little_more_than_bfloat16(chip):
     _, kernel = _cost(chip, "matmul")
     ratio = kernel.bundles / plain.bundles
     assert ratio <= LARGEST_RATIO[chip], f"{kernel.bundles} bundles are {ratio:.3f} of {plain.bundles}"
-    # v6e writes out nine registers; the bfloat16 kernel with the same layout of weights does as well.
-    assert kernel.spills <= 18
+    # v6e writes out nine registers and reads them back: without, it would exceed the ratio.
+    assert kernel.spills <= (18 if chip == "v6e" else 0)
     assert kernel.vmem_bytes < 4 * 2**20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_mxfp4_matmul_tpu_gradient_compiles(chip):
-    _, kernel = _cost(chip, "matmul_gradient")
+@pytest.mark.parametrize("spec", ["matmul:16", "matmul_gradient", "matmul_gradient:16"])
+def test_mxfp4_matmul_tpu_spills_nothing(chip, spec):
+    _, kernel = _cost(chip, spec)
+    assert kernel.spills == 0
     assert kernel.vmem_bytes < 4 * 2**20
 
 
@@ -117,7 +121,7 @@ def test_mxfp4_matmul_tpu_gradient_compiles(chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("numbers", ["16,7", "64,56", "2048,7"])
 @pytest.mark.parametrize("spec", ["experts", "experts_gradient"])
-def test_moe_experts_tpu_reads_its_weights_in_place(chip, numbers, spec):
+def test_moe_experts_tpu_spills_nothing_and_reads_its_weights_in_place(chip, numbers, spec):
     cost, kernel = _cost(chip, f"{spec}:{numbers}")
     rows, num_experts = map(int, numbers.split(","))
     one_scale = LAYERS * num_experts * HIDDEN * DIM // 32
@@ -125,6 +129,18 @@ def test_moe_experts_tpu_reads_its_weights_in_place(chip, numbers, spec):
     # smallest of the stacked arrays would be more.
     sums = 2 * max(rows, 64) * DIM * 4 if chip == "v5p" else 0
     assert cost.temp_bytes - sums < min(one_scale, 2**20)
-    # Loops of the gradient hold more than registers do; what is written out stays within a step.
-    assert kernel.spills < (0.75 if spec == "experts_gradient" else 0.3) * kernel.bundles
+    assert kernel.spills == 0
     assert kernel.vmem_bytes < 48 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("rows, num_experts", [(4, 7), (2048, 7)])
+def test_moe_experts_tpu_tells_the_compiler_what_it_reads(chip, rows, num_experts):
+    fn, args = experts(f"{rows},{num_experts}")
+    told = compile_for(chip, fn, *args).cost_analysis()["bytes accessed"]
+    of_one = 3 * HIDDEN * DIM * (1 / 2 + 1 / 32)
+    # Of 2 layers one is read, of the experts as many as there are rows; rows go in and out, on two cores in float32.
+    expected = min(rows, num_experts) * of_one + rows * DIM * 2 * 2
+    # Besides, what XLA does to the rows and to plan the visits. All weights of both layers would be 246 MB.
+    assert expected <= told <= 1.4 * expected + 5 * rows * DIM * 4

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from maxmoe.ops import experts, kda, mxfp4, situ, sparse_mla
+from maxmoe.ops import experts, kda, latent_cache, mxfp4, sparse_mla
 from tests.ops.closeness import assert_close
 from tests.ops.kda_reference import random_inputs
 from tools import aot_compile, bench_kernels, kernel_baselines, kernel_cases, kernel_report
@@ -80,9 +80,8 @@ def test_ragged_dot_over_all_experts_computes_routed_experts():
     )
     ids = jax.lax.top_k(jax.random.uniform(keys[1], (num_tokens, num_experts)), top_k)[1]
     args = (jax.random.normal(keys[2], (num_tokens, width)), ids, jax.random.uniform(keys[3], ids.shape), stack)
-    activation = functools.partial(situ.situ_glu, gate_beta=2.0, linear_beta=3.0)
     given, expected = (
-        jax.jit(functools.partial(fn, layer=0, activation=activation))(*args)
+        jax.jit(functools.partial(fn, layer=0, gate_beta=2.0, linear_beta=3.0))(*args)
         for fn in (kernel_baselines.dequantize_then_ragged_dot, experts.routed_experts)
     )
     # Float32 sums of 96 products in another order; values are below 1.
@@ -99,7 +98,10 @@ def test_paged_sparse_attention_is_the_core_of_sparse_attention():
     indices[..., -2:] = -1
     # With identities for key and value matrices the absorbed form is the core alone.
     w_kv = np.tile(np.concatenate([np.eye(rank), np.eye(rank)]), (heads, 1)).astype(np.float32)
-    expected = sparse_mla.sparse_attention(q, rows, w_kv, indices)
+    slots = jnp.broadcast_to(jnp.arange(num_keys), (batch, num_keys))
+    cache = latent_cache.empty_rows(1, batch, num_keys, rank, shared, jnp.float32)
+    cache = latent_cache.write_rows(cache, 0, slots, jnp.asarray(rows))
+    expected = sparse_mla.sparse_attention(q, cache, 0, w_kv, indices)
     table = rng.permutation(batch * num_keys // page).astype(np.int32).reshape(batch, -1)
     pages = np.empty((table.size, page, rank + shared), np.float32)
     pages[table.reshape(-1)] = rows.reshape(-1, page, rank + shared)
