@@ -11,7 +11,7 @@ Letters, as they stand in `Float[Array, "B T H K"]` and in names such as `scores
 
 from typing import Final
 
-# Logical axes of weights. A mesh rule maps each one to mesh axes, or to none.
+# Logical axes of weights and activations. Rules in `sharding` map each one to mesh axes, or to none.
 LAYERS: Final = "layers"  # stacked superblocks
 VOCAB: Final = "vocab"
 EMBED: Final = "embed"  # the residual stream
@@ -21,4 +21,7 @@ EXPERT: Final = "expert"
 EXPERT_EMBED: Final = "expert_embed"  # the narrow stream that routed experts read and write
 EXPERT_MLP: Final = "expert_mlp"  # hidden width of one routed expert
 MLP: Final = "mlp"  # hidden width of dense and shared FFNs
-NORM: Final = "norm"  # vectors that are never sharded
+NORM: Final = "norm"  # what is never split: vectors of norms, and small matrices that every device needs whole
+BATCH: Final = "batch"
+TOKENS: Final = "tokens"  # of one call, along a sequence
+SLOTS: Final = "slots"  # of a cache, along a sequence

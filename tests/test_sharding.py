@@ -1,11 +1,16 @@
 """Meshes and the rules that split weights over them: what does not divide is refused with what would."""
 
+from pathlib import Path
+
 import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from maxmoe import axes
-from maxmoe.sharding import MESH_AXES, make_mesh, weight_sharding
+from maxmoe.config import load_config
+from maxmoe.sharding import MESH_AXES, ShardingRules, activation_spec, make_mesh, parse_mesh, split_experts
+
+CONFIG = load_config(Path(__file__).parents[1] / "configs/k3_1_pro.py")
 
 
 def _mesh(**sizes):
@@ -33,6 +38,26 @@ def test_mesh_that_cannot_be_is_refused(sizes, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("expert=4,tensor=4", "must multiply to 64"),
+        ("expert=4,model=16", "'model=16' is not AXIS=SIZE"),
+        ("expert", "is not AXIS=SIZE"),
+        ("expert=0", "is not AXIS=SIZE"),
+        ("expert=8,expert=8", "each axis once"),
+    ],
+)
+def test_parse_mesh_says_what_is_allowed(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse_mesh(text, 64)
+
+
+def test_parse_mesh_reads_axes_in_any_order():
+    assert parse_mesh("tensor=16, data=4", 64) == {"tensor": 16, "data": 4}
+    assert parse_mesh("seq=3") == {"seq": 3}
+
+
+@pytest.mark.parametrize(
     ("names", "shape", "spec"),
     [
         ((axes.HEADS, axes.EMBED), (96, 64), PartitionSpec(("tensor",), None)),
@@ -42,11 +67,13 @@ def test_mesh_that_cannot_be_is_refused(sizes, message):
     ],
 )
 def test_rules(names, shape, spec):
-    assert weight_sharding(_mesh(expert=4, tensor=2), names, shape, "w").spec == spec
+    assert ShardingRules(_mesh(expert=4, tensor=2), CONFIG).sharding(names, shape, "w").spec == spec
 
 
 def test_axes_of_size_one_split_nothing():
-    assert weight_sharding(_mesh(expert=4), (axes.VOCAB, axes.EMBED), (5, 7), "w").spec == PartitionSpec(None, None)
+    assert ShardingRules(_mesh(expert=4), CONFIG).sharding((axes.VOCAB, axes.EMBED), (5, 7), "w").spec == PartitionSpec(
+        None, None
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,11 +82,46 @@ def test_axes_of_size_one_split_nothing():
 )
 def test_what_does_not_divide_is_refused_with_what_would(size, count, divisors):
     with pytest.raises(ValueError, match=rf"layer/q_proj: axis 'heads' has {size} entries, .*: {divisors}"):
-        weight_sharding(_mesh(tensor=count), (axes.HEADS,), (size,), "layer/q_proj")
+        ShardingRules(_mesh(tensor=count), CONFIG).sharding((axes.HEADS,), (size,), "layer/q_proj")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expert_axes", "hidden_axes"),
+    [
+        ({"expert": 8, "tensor": 16}, ("expert", "tensor"), ()),  # 7 experts a device
+        ({"expert": 32, "tensor": 8}, ("expert",), ("tensor",)),  # 28 experts, an eighth of their hidden width
+        ({"data": 2, "seq": 4, "expert": 2}, ("expert", "seq"), ()),
+        ({"expert": 128, "seq": 2, "tensor": 16}, ("expert",), ("seq", "tensor")),
+        ({"tensor": 5}, (), ()),  # fits neither 896 experts nor 96 groups: copies
+        ({"data": 8}, (), ()),
+    ],
+)
+def test_experts_are_split_first_and_their_hidden_width_next(sizes, expert_axes, hidden_axes):
+    assert split_experts(_mesh(**sizes), CONFIG.moe) == (expert_axes, hidden_axes)
 
 
 def test_experts_that_do_not_divide_are_refused():
-    with pytest.raises(
-        ValueError, match="axis 'expert' has 896 entries, which 48 devices on mesh axes expert x tensor"
-    ):
-        weight_sharding(_mesh(expert=16, tensor=3), (axes.EXPERT,), (896,), "gate_packed")
+    with pytest.raises(ValueError, match=r"'expert' of size 10: neither 896 experts nor 96 groups .*: 1, 2, 4, 7, 8"):
+        ShardingRules(_mesh(expert=10), CONFIG)
+
+
+def test_fsdp_splits_the_residual_width_over_data():
+    names, shape = (axes.MLP, axes.EMBED), (96, 64)
+    mesh = _mesh(data=4, tensor=2)
+    assert ShardingRules(mesh, CONFIG, fsdp=True).sharding(names, shape, "w").spec == PartitionSpec(
+        ("tensor",), ("data",)
+    )
+    assert ShardingRules(mesh, CONFIG).sharding(names, shape, "w").spec == PartitionSpec(("tensor",), None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8, 6, 4), PartitionSpec(("data", "expert"), ("seq",), ("tensor",))),
+        ((2, 5, 4), PartitionSpec(("data",), None, ("tensor",))),
+        ((1, 1, 3), PartitionSpec(None, None, None)),
+    ],
+)
+def test_activations_that_do_not_divide_stay_whole(shape, spec):
+    mesh = _mesh(data=2, expert=4, seq=2, tensor=2)
+    assert activation_spec(mesh, (axes.BATCH, axes.TOKENS, axes.HEADS), shape) == spec

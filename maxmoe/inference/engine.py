@@ -179,20 +179,16 @@ class Engine:
         """Compiles nothing yet, and allocates nothing.
 
         Args:
-          mesh: Not supported yet; must be None.
+          mesh: That `params` lie on; None for one device. State is split over it as `cache_shardings` says.
           max_batch: Prompts that are answered together; more are answered in several batches.
           max_len: In tokens; the model's trained context where that is shorter.
           cache_dtype: Of what is kept per token; None takes that of the embedding, in which activations are.
           prefill_chunk: In tokens. A smaller chunk needs less memory, a larger one takes fewer steps.
         """
-        if mesh is not None:
-            raise NotImplementedError(
-                "Engine: generating on a mesh of devices is not supported yet; pass mesh=None for one device"
-            )
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"Engine: {name}={value} must be at least 1")
-        self.model, self.params = model, params
+        self.model, self.params, self.mesh = model, params, mesh
         self.max_batch, self.max_len = max_batch, min(max_len, model.config.max_len)
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
         self.batch_sizes = _doubling(1, max_batch)
@@ -308,7 +304,7 @@ class Engine:
 
     def _new_cache(self, answers: list[_Answer], rows: int) -> Cache:
         need = max(answer.prompt.size + answer.params.max_tokens for answer in answers)
-        return init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype)
+        return init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype, self.mesh)
 
     def _prefill(self, answers: list[_Answer], state: BatchState) -> None:
         """Prefills what the state does not hold of a batch yet, chunk by chunk, up to logits after each last token."""

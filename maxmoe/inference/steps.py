@@ -1,35 +1,51 @@
 """The compiled steps of inference: whole sequences, a chunk of prompt, one token.
 
-Each is compiled once per model and shape. `decode_step` leaves its argument usable, so that a cache can be
-kept and continued twice; `decode_step_in_place` gives the cache's memory to the result. Ids that lie on the host
-are checked against the vocabulary.
+Each runs on the mesh that the weights lie on, and is compiled once per model, mesh and shape. `decode_step` leaves
+its argument usable, so that a cache can be kept and continued twice; `decode_step_in_place` gives the cache's memory
+to the result. Ids that lie on the host are checked against the vocabulary.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmoe.model.cache import Cache, make_cache
+from maxmoe.model.cache import Cache, cache_shardings, make_cache
 from maxmoe.model.transformer import Transformer
 
 
-def init_cache(model: Transformer, batch: int, max_len: int, dtype: jnp.dtype = jnp.float32) -> Cache:
+def init_cache(
+    model: Transformer,
+    batch: int,
+    max_len: int,
+    dtype: jnp.dtype = jnp.float32,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
     """An empty cache for `batch` sequences of at most `max_len` tokens, prompt and answer together.
 
     Args:
+      mesh: Where it is to lie, as `cache_shardings` says; None for one device.
       dtype: Of what is kept per token. float32 holds the rows of any model exactly; bfloat16 halves them, and
         is exact for a model whose weights were loaded in bfloat16.
     """
-    return make_cache(model.config, batch, max_len, jnp.dtype(dtype))
+    make = functools.partial(make_cache, model.config, batch, max_len, jnp.dtype(dtype))
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=cache_shardings(mesh, jax.eval_shape(make)))()
 
 
 def forward(model: Transformer, params: dict, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Float32 logits after every token of whole sequences, without a cache."""
     ids = _check_ids(model, ids, 2, "ids")
-    return _forward(model, params, ids)
+    num_tokens = ids.shape[1]
+    with on_mesh_of(params) as mesh:
+        # Padding stands behind the real tokens, so that none of them sees it.
+        ids = jnp.pad(ids, ((0, 0), (0, -num_tokens % mesh.shape.get("seq", 1))))
+        return _forward(model, params, ids)[:, :num_tokens]
 
 
 def prefill(
@@ -65,7 +81,9 @@ def prefill(
             f"prefill: rows hold {used.tolist()} tokens and {lengths.tolist()} more do not fit into "
             f"max_len={cache.max_len}; make the cache larger or the prompt shorter"
         )
-    return _prefill(model, params, ids, cache, jnp.asarray(lengths))
+    with on_mesh_of(params) as mesh:
+        ids = jnp.pad(ids, ((0, 0), (0, -num_tokens % mesh.shape.get("seq", 1))))
+        return _prefill(model, params, ids, cache, jnp.asarray(lengths))
 
 
 def decode_step(
@@ -75,7 +93,20 @@ def decode_step(
 
     A row whose cache was already full gets NaN logits, for its token could not be kept.
     """
-    return _decode(model, params, _check_ids(model, token, 1, "token"), cache)
+    with on_mesh_of(params):
+        return _decode(model, params, _check_ids(model, token, 1, "token"), cache)
+
+
+@contextlib.contextmanager
+def on_mesh_of(params: dict) -> Iterator[jax.sharding.Mesh | jax.sharding.AbstractMesh]:
+    """Sets the mesh that weights lie on, for what is traced inside; under a caller's jit, the caller's mesh stays."""
+    leaf = params["embedding"]
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+        with jax.set_mesh(sharding.mesh):
+            yield sharding.mesh
+    else:
+        yield jax.sharding.get_abstract_mesh()
 
 
 def _check_ids(model, ids, rank, name, lengths=None):
@@ -108,5 +139,21 @@ def _decode_body(model, params, token, cache):
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_body)
-decode_step_in_place = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_decode_body)
-prefill_in_place = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)
+_decode_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_decode_body)
+_prefill_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)
+
+
+def prefill_in_place(
+    model: Transformer, params: dict, ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, "B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    """`prefill` without its checks; the cache is used up."""
+    with on_mesh_of(params):
+        return _prefill_donating(model, params, ids, cache, lengths)
+
+
+def decode_step_in_place(
+    model: Transformer, params: dict, token: Int[Array, "B"], cache: Cache
+) -> tuple[Float[Array, "B V"], Cache]:
+    """`decode_step` without its checks; the cache is used up."""
+    with on_mesh_of(params):
+        return _decode_donating(model, params, token, cache)

@@ -1,8 +1,11 @@
 """One layer with its block attention residuals, and the superblock that a stack scans."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from maxmoe import axes
@@ -12,9 +15,10 @@ from maxmoe.model.kda_layer import KDALayer
 from maxmoe.model.mla_layer import MLALayer
 from maxmoe.model.moe_layer import DenseFFN, LatentMoE, StackedExperts
 from maxmoe.model.stacks import FFN, LayerKind, Mixer, StackPlan
-from maxmoe.ops.attn_res import mix
-from maxmoe.ops.norm import rms_norm
+from maxmoe.ops import dispatch
+from maxmoe.ops.attn_res import mix_and_norm
 from maxmoe.params import declare, normal, ones
+from maxmoe.sharding import activation_spec, constrain, current_mesh, shard_map
 
 
 class Layer(nn.Module):
@@ -29,9 +33,11 @@ class Layer(nn.Module):
     config: ModelConfig
     kind: LayerKind
     may_restart: bool  # whether a residual block can begin at this place of its stack
+    implementation: str | None = None  # of ops that have kernels; see `ops.dispatch`
 
     def setup(self):
         c, d, bf16, vector = self.config, (self.config.model_dim,), jnp.bfloat16, (axes.NORM,)
+        name = self.implementation
         self.mixer_norm = declare(self, "mixer_norm", d, bf16, vector, ones)
         self.mixer_res_norm = declare(self, "mixer_res_norm", d, bf16, vector, ones)
         self.mixer_res_proj = declare(self, "mixer_res_proj", d, bf16, vector, normal)
@@ -39,13 +45,13 @@ class Layer(nn.Module):
         self.ffn_res_norm = declare(self, "ffn_res_norm", d, bf16, vector, ones)
         self.ffn_res_proj = declare(self, "ffn_res_proj", d, bf16, vector, normal)
         if self.kind.mixer is Mixer.KDA:
-            self.mixer = KDALayer(c.kda, c.model_dim, c.norm_eps)
+            self.mixer = KDALayer(c.kda, c.model_dim, c.norm_eps, name)
         else:
-            self.mixer = MLALayer(c.mla, c.indexer, c.model_dim)
+            self.mixer = MLALayer(c.mla, c.indexer, c.model_dim, name)
         if self.kind.ffn is FFN.DENSE:
             self.ffn = DenseFFN(c.situ, c.model_dim, c.dense_dim)
         else:
-            self.ffn = LatentMoE(c.moe, c.situ, c.model_dim, c.norm_eps)
+            self.ffn = LatentMoE(c.moe, c.situ, c.model_dim, c.norm_eps, name)
 
     def prefill(self, *args):
         """A chunk of tokens through the layer; see `_wire`."""
@@ -71,7 +77,7 @@ class Layer(nn.Module):
             current = current + self.ffn(mixed)
         else:
             current = current + self.ffn(mixed, spans.real(current.shape[1]), experts, superblock)
-        current = jax.lax.optimization_barrier(current)
+        current = constrain(jax.lax.optimization_barrier(current), axes.BATCH, axes.TOKENS, None)
         self.sow("intermediates", "residual_sum", current)
         return current, bank, cache
 
@@ -79,23 +85,40 @@ class Layer(nn.Module):
         """Returns what the FFN is to be applied to, then running sum, bank and cache without the FFN's part."""
         eps, block_size = self.config.norm_eps, self.config.attn_res_block_size
         depth = jax.lax.optimization_barrier(jnp.int32(depth))
-        mixed = mix(current, bank, -(-depth // block_size), self.mixer_res_norm, self.mixer_res_proj, eps)
+        name = dispatch.for_op("mix_and_norm", self.implementation)
+        mix = functools.partial(_mix_and_norm, eps, name)
+        weights = self.mixer_res_norm, self.mixer_res_proj, self.mixer_norm
+        mixed = mix(current, bank, -(-depth // block_size), *weights)
         restart = depth % block_size == 0
         if self.may_restart:
             slot = depth // block_size
             bank = bank.at[slot].set(jnp.where(restart, current, bank[slot]))
-        out, cache = mixer(rms_norm(mixed, self.mixer_norm, eps), cache, superblock, spans)
+        out, cache = mixer(mixed, cache, superblock, spans)
         self.sow("intermediates", "mixer_out", out)
         current = jnp.where(restart, out, current + out) if self.may_restart else current + out
-        mixed = mix(current, bank, depth // block_size + 1, self.ffn_res_norm, self.ffn_res_proj, eps)
-        return rms_norm(mixed, self.ffn_norm, eps), current, bank, cache
+        weights = self.ffn_res_norm, self.ffn_res_proj, self.ffn_norm
+        return mix(current, bank, depth // block_size + 1, *weights), current, bank, cache
 
 
-def layer_of(config: ModelConfig, plan: StackPlan, place: int) -> Layer:
+def _mix_and_norm(eps, implementation, current, bank, num_entries, res_norm, res_proj, norm):
+    """`mix_and_norm` of the tokens that each device has: every token's residuals are its own."""
+
+    def each_device(current, bank, num_entries, res_norm, res_proj, norm):
+        return mix_and_norm(current, bank, num_entries, res_norm, res_proj, eps, norm, implementation)
+
+    args = current, bank, num_entries, res_norm, res_proj, norm
+    if (mesh := current_mesh()) is None:
+        return each_device(*args)
+    tokens = activation_spec(mesh, (axes.BATCH, axes.TOKENS), current.shape[:2])
+    in_specs = (tokens, PartitionSpec(None, *tokens), *[PartitionSpec()] * 4)
+    return shard_map(each_device, in_specs, tokens)(*args)
+
+
+def layer_of(config: ModelConfig, plan: StackPlan, place: int, implementation: str | None = None) -> Layer:
     """The layer at one place of a stack's superblocks; equal for all of them, and for like places."""
     block_size = config.attn_res_block_size
     may_restart = any((plan.first + i * plan.size + place) % block_size == 0 for i in range(plan.count))
-    return Layer(config, plan.layers[place], may_restart)
+    return Layer(config, plan.layers[place], may_restart, implementation)
 
 
 class Superblock(nn.Module):
@@ -103,9 +126,11 @@ class Superblock(nn.Module):
 
     config: ModelConfig
     plan: StackPlan
+    implementation: str | None = None
 
     def setup(self):
-        self.layers = [layer_of(self.config, self.plan, place) for place in range(self.plan.size)]
+        places = range(self.plan.size)
+        self.layers = [layer_of(self.config, self.plan, place, self.implementation) for place in places]
 
     def prefill(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
         """A chunk of tokens through superblock number `superblock` of the stack."""
@@ -133,6 +158,7 @@ class Stack(nn.Module):
     config: ModelConfig
     plan: StackPlan
     scan: bool
+    implementation: str | None = None
 
     def setup(self):
         kinds = self.plan.layers
@@ -140,7 +166,7 @@ class Stack(nn.Module):
             StackedExperts(self.config.moe, self.plan.count) if kind.ffn is FFN.MOE else None for kind in kinds
         ]
         if not self.scan:
-            self.superblocks = [Superblock(self.config, self.plan) for _ in range(self.plan.count)]
+            self.superblocks = [Superblock(self.config, self.plan, self.implementation) for _ in range(self.plan.count)]
             return
         stack = nn.scan(
             Superblock,
@@ -151,7 +177,7 @@ class Stack(nn.Module):
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
             methods=["prefill", "decode"],
         )
-        self.scanned = stack(self.config, self.plan)
+        self.scanned = stack(self.config, self.plan, self.implementation)
 
     def prefill(
         self,

@@ -5,10 +5,14 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from maxmoe import axes
 from maxmoe.config import ModelConfig
 from maxmoe.model.stacks import Mixer, plan_stacks
+from maxmoe.ops.latent_cache import LatentRows, empty_rows
+from maxmoe.sharding import activation_axes, activation_spec, current_mesh
 
 
 @flax.struct.dataclass
@@ -27,12 +31,16 @@ class Spans:
         """Which tokens are real: bool [B, T]."""
         return jnp.arange(num_tokens) < self.lengths[:, None]
 
+    def slots(self, num_tokens: int) -> Int[Array, "B T"]:
+        """Where each token is kept; -1, which names no slot, for padding."""
+        return jnp.where(self.real(num_tokens), self.start[:, None] + jnp.arange(num_tokens), -1)
+
 
 @flax.struct.dataclass
 class KDACache:
     """State of one KDA layer, stacked over the L superblocks that share its place."""
 
-    conv: Float[Array, "L B 3 W-1 C"]  # last inputs of the q, k and v convolutions
+    conv: Float[Array, "L B 3 W-1 H K"]  # last inputs of the q, k and v convolutions
     state: Float[Array, "L B H K V"]  # float32
 
     def read(self, layer: Int[Array, ""]) -> tuple[Array, Array]:
@@ -49,22 +57,21 @@ class KDACache:
 class MLACache:
     """Rows of one full-attention layer, stacked over the L superblocks that share its place."""
 
-    rows: Float[Array, "L B S R+r"]  # latent, then the shared key part
-    index_keys: Float[Array, "L B S J"] | None  # only with an indexer
+    rows: LatentRows  # latent, and the key part that heads share
+    index_keys: Float[Array, "L B J S"] | None  # only with an indexer
 
-    def append(
-        self, layer: Int[Array, ""], spans: Spans, rows: Float[Array, "B T R+r"], index_keys: Array | None
-    ) -> "MLACache":
-        """Writes the call's tokens at their positions; padding, and what lies beyond the cache, is dropped."""
-        num_tokens, num_slots = rows.shape[1], self.rows.shape[2]
-        slots = jnp.where(spans.real(num_tokens), spans.start[:, None] + jnp.arange(num_tokens), num_slots)
-        batch = jnp.arange(rows.shape[0])[:, None]
+    @property
+    def num_slots(self) -> int:
+        """Tokens a sequence can hold."""
+        return self.rows.num_slots
 
-        def put(cached, new):
-            return cached.at[layer, batch, slots].set(new.astype(cached.dtype), mode="drop")
 
-        keys = None if self.index_keys is None else put(self.index_keys, index_keys)
-        return self.replace(rows=put(self.rows, rows), index_keys=keys)
+@flax.struct.dataclass
+class PlainMLACache:
+    """What an `MLACache` holds, one row per token, however a platform lays it out."""
+
+    rows: Float[Array, "L B S R+r"]
+    index_keys: Float[Array, "L B S J"] | None
 
 
 @flax.struct.dataclass
@@ -82,7 +89,7 @@ class Cache:
     @functools.cached_property
     def max_len(self) -> int | None:
         """Tokens a row can hold; None if no layer keeps rows."""
-        sizes = [entry.rows.shape[2] for stack in self.stacks for entry in stack if isinstance(entry, MLACache)]
+        sizes = [entry.num_slots for stack in self.stacks for entry in stack if isinstance(entry, MLACache)]
         return sizes[0] if sizes else None
 
 
@@ -100,14 +107,88 @@ def make_cache(config: ModelConfig, batch: int, max_len: int, dtype: jnp.dtype) 
 
     def entry(mixer: Mixer, count: int):
         if mixer is Mixer.KDA:
-            conv = (count, batch, 3, kda.conv_width - 1, kda.inner_dim)
+            conv = (count, batch, 3, kda.conv_width - 1, kda.num_heads, kda.head_dim)
             state = (count, batch, kda.num_heads, kda.head_dim, kda.head_dim)
             return KDACache(conv=jnp.zeros(conv, dtype), state=jnp.zeros(state, jnp.float32))
-        keys = None if indexer is None else jnp.zeros((count, batch, max_len, indexer.head_dim), dtype)
-        return MLACache(rows=jnp.zeros((count, batch, max_len, mla.cache_dim), dtype), index_keys=keys)
+        keys = None if indexer is None else jnp.zeros((count, batch, indexer.head_dim, max_len), dtype)
+        rows = empty_rows(count, batch, max_len, mla.kv_lora_rank, mla.cache_dim - mla.kv_lora_rank, dtype)
+        return MLACache(rows=rows, index_keys=keys)
 
     stacks = tuple(tuple(entry(layer.mixer, stack.count) for layer in stack.layers) for stack in plan_stacks(config))
     return Cache(lengths=jnp.zeros(batch, jnp.int32), stacks=stacks)
+
+
+def cache_shardings(mesh: Mesh | AbstractMesh, cache: Cache) -> Cache:
+    """Where each array of a cache lies on a mesh: batch rows, heads of KDA states, and slots of rows are split.
+
+    Args:
+      cache: Arrays or shapes.
+    """
+
+    def entry(kept):
+        if isinstance(kept, KDACache):
+            conv = spec(kept.conv, None, axes.BATCH, None, None, axes.HEADS, None)
+            return KDACache(conv=conv, state=spec(kept.state, None, axes.BATCH, axes.HEADS, None, None))
+        slots = slot_axes(mesh, kept.rows)
+        batch = activation_axes(mesh, axes.BATCH, kept.rows.latent.shape[1]) or None
+        rows = NamedSharding(mesh, PartitionSpec(None, batch, slots or None))
+        keys = None if kept.index_keys is None else NamedSharding(mesh, PartitionSpec(None, batch, None, slots or None))
+        return MLACache(rows=LatentRows(rows, rows), index_keys=keys)
+
+    def spec(leaf, *names):
+        return NamedSharding(mesh, activation_spec(mesh, names, leaf.shape))
+
+    stacks = tuple(tuple(entry(kept) for kept in stack) for stack in cache.stacks)
+    # Lengths are whole everywhere: the host reads them, also where it has not all devices.
+    return Cache(lengths=NamedSharding(mesh, PartitionSpec()), stacks=stacks)
+
+
+def constrain_cache(cache: Cache) -> Cache:
+    """The cache, laid out on the current mesh; on a single device the cache itself."""
+    mesh = current_mesh()
+    if mesh is None:
+        return cache
+    return jax.tree.map(jax.lax.with_sharding_constraint, cache, cache_shardings(mesh, cache))
+
+
+def slot_axes(mesh: Mesh | AbstractMesh, rows: LatentRows) -> tuple[str, ...]:
+    """The mesh axes over which slots are split: whole groups of rows that lie together."""
+    return activation_axes(mesh, axes.SLOTS, rows.shared.shape[2])
+
+
+def to_plain(cache: Cache) -> Cache:
+    """The cache with a `PlainMLACache` for each `MLACache`: for keeping it, and for changing its capacity."""
+
+    def entry(kept):
+        if not isinstance(kept, MLACache):
+            return kept
+        lead = (*kept.rows.latent.shape[:2], kept.num_slots)
+        rows = jnp.concatenate([part.reshape(*lead, -1) for part in kept.rows], axis=-1)
+        keys = None if kept.index_keys is None else jnp.swapaxes(kept.index_keys, 2, 3)
+        return PlainMLACache(rows=rows, index_keys=keys)
+
+    return _map_entries(entry, cache)
+
+
+def from_plain(cache: Cache, latent_dim: int) -> Cache:
+    """The inverse of `to_plain`, for rows of `latent_dim` latent values."""
+
+    def entry(kept):
+        if not isinstance(kept, PlainMLACache):
+            return kept
+        count, batch, num_slots, width = kept.rows.shape
+        sizes = (count, batch, num_slots, latent_dim, width - latent_dim)
+        shapes = jax.eval_shape(lambda: empty_rows(*sizes, kept.rows.dtype))
+        parts = jnp.split(kept.rows, [latent_dim], axis=-1)
+        rows = LatentRows(*(part.reshape(shape.shape) for part, shape in zip(parts, shapes, strict=True)))
+        keys = None if kept.index_keys is None else jnp.swapaxes(kept.index_keys, 2, 3)
+        return MLACache(rows=rows, index_keys=keys)
+
+    return _map_entries(entry, cache)
+
+
+def _map_entries(function, cache):
+    return cache.replace(stacks=tuple(tuple(function(kept) for kept in stack) for stack in cache.stacks))
 
 
 def cache_bytes(config: ModelConfig, batch: int, max_len: int, dtype: jnp.dtype) -> int:

@@ -1,18 +1,24 @@
 """The KDA layer: projections, short convolutions, decay gate, delta rule, gated norm."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from maxmoe import axes
 from maxmoe.config import KDAConfig
 from maxmoe.model.cache import KDACache, Spans
 from maxmoe.ops import kda
+from maxmoe.ops.kda_decode import kda_decode
+from maxmoe.ops.kda_shards import kda_over_shards, short_conv_over_shards
 from maxmoe.ops.linear import linear
 from maxmoe.ops.norm import gated_rms_norm, l2_norm
 from maxmoe.ops.short_conv import short_conv
 from maxmoe.params import declare, normal, ones, zeros
+from maxmoe.sharding import activation_axes, current_mesh, shard_map
 
 
 class KDALayer(nn.Module):
@@ -21,6 +27,7 @@ class KDALayer(nn.Module):
     config: KDAConfig
     model_dim: int
     norm_eps: float
+    implementation: str | None = None  # of ops that have kernels; see `ops.dispatch`
 
     def setup(self):
         c, d, inner = self.config, self.model_dim, self.config.inner_dim
@@ -45,45 +52,115 @@ class KDALayer(nn.Module):
         self, x: Float[Array, "B T D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
     ) -> tuple[Float[Array, "B T D"], KDACache]:
         """Mixes a chunk of tokens; padding at the end of a row leaves its state alone."""
+        tokens = (*self._projections(x), spans.real(x.shape[1]))
         conv, state = cache.read(layer)
-        (q, k, v, g, beta), conv = self._inputs(x, conv, spans.lengths)
-        real = spans.real(x.shape[1])[..., None]
-        k, g = (jnp.where(real[..., None], a, 0) for a in (k, g))
-        out, state = kda.kda_chunked(q, k, v, g, jnp.where(real, beta, 0), state)
-        return self._output(x, out), cache.write(layer, conv, state)
+        mix = functools.partial(_mix_chunk, self.config, self.implementation)
+        args = (tokens, self._constants(), conv, state, spans.lengths)
+        if (mesh := current_mesh()) is None:
+            out, conv, state = mix(None, *args)
+        else:
+            batch, seq, heads = self._axes(mesh, x)
+            wide = PartitionSpec(batch, seq, heads)
+            kept = PartitionSpec(batch, None, None, heads), PartitionSpec(batch, heads)
+            token_specs = (wide,) * 5 + (PartitionSpec(batch, seq),)
+            in_specs = (token_specs, _constant_specs(heads), *kept, PartitionSpec(batch))
+            seq_axis = seq[0] if seq else None
+            out, conv, state = shard_map(functools.partial(mix, seq_axis), in_specs, (wide, *kept))(*args)
+        gate = self._heads(linear(x, self.gate_proj))
+        out = gated_rms_norm(out, gate, self.out_norm, self.norm_eps)
+        return linear(out.reshape(*x.shape[:-1], -1), self.out_proj), cache.write(layer, conv, state)
 
     def decode(
         self, x: Float[Array, "B 1 D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
     ) -> tuple[Float[Array, "B 1 D"], KDACache]:
         """Mixes one token."""
-        conv, state = cache.read(layer)
-        inputs, conv = self._inputs(x, conv, spans.lengths)
-        out, state = kda.kda_step(*(a[:, 0] for a in inputs), state)
-        return self._output(x, out[:, None]), cache.write(layer, conv, state)
+        del spans  # every row has one token
+        tokens = tuple(a[:, 0] for a in (*self._projections(x), linear(x, self.gate_proj)))
+        mix = functools.partial(_mix_token, self.config, self.norm_eps, self.implementation)
+        args = (tokens, self._constants(), self.out_norm, cache.conv, cache.state, layer)
+        if (mesh := current_mesh()) is None:
+            out, conv, state = mix(*args)
+        else:
+            batch, _, heads = self._axes(mesh, x)
+            wide = PartitionSpec(batch, heads)
+            kept = PartitionSpec(None, batch, None, None, heads), PartitionSpec(None, batch, heads)
+            in_specs = ((wide,) * 6, _constant_specs(heads), PartitionSpec(), *kept, PartitionSpec())
+            out, conv, state = shard_map(mix, in_specs, (wide, *kept))(*args)
+        return linear(out[:, None], self.out_proj), KDACache(conv=conv, state=state)
 
-    def _inputs(self, x, conv, lengths):
-        """q (scaled), k, v, log decay and beta per head, and the new conv state."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        weights = (self.q_conv, self.k_conv, self.v_conv)
-        with jax.named_scope("short_conv"):
-            pairs = [
-                short_conv(linear(x, w), taps, conv[:, i], lengths)
-                for i, (w, taps) in enumerate(zip(projections, weights, strict=True))
-            ]
-        q, k, v = (self._heads(jax.nn.silu(y).astype(x.dtype)) for y, _ in pairs)
-        q, k = l2_norm(q) * self.config.head_dim**-0.5, l2_norm(k)
+    def _projections(self, x):
+        """Of every token, before the convolutions: q, k, v and decay logits of all channels, step size logits."""
         with jax.named_scope("decay_gate"):
-            z = linear(linear(x, self.decay_down), self.decay_up).astype(jnp.float32)
-            z = self._heads(z + self.dt_bias)
-            bound = self.config.gate_lower_bound
-            g = kda.softplus_gate(z, self.a_log) if bound is None else kda.bounded_gate(z, self.a_log, bound)
-        beta = jax.nn.sigmoid(linear(x, self.beta_proj).astype(jnp.float32))
-        return (q, k, v, g, beta), jnp.stack([state for _, state in pairs], axis=1)
+            decay = linear(linear(x, self.decay_down), self.decay_up)
+        return (*(linear(x, w) for w in (self.q_proj, self.k_proj, self.v_proj)), decay, linear(x, self.beta_proj))
 
-    def _output(self, x, out):
-        gate = self._heads(linear(x, self.gate_proj))
-        out = gated_rms_norm(out, gate, self.out_norm, self.norm_eps)
-        return linear(out.reshape(*x.shape[:-1], -1), self.out_proj)
+    def _constants(self):
+        return jnp.stack([self.q_conv, self.k_conv, self.v_conv]), self.dt_bias, self.a_log
+
+    def _axes(self, mesh, x):
+        """The mesh axes of batch rows, tokens and heads."""
+        sizes = {axes.BATCH: x.shape[0], axes.TOKENS: x.shape[1], axes.HEADS: self.config.num_heads}
+        return (activation_axes(mesh, name, size) for name, size in sizes.items())
 
     def _heads(self, x):
         return x.reshape(*x.shape[:-1], self.config.num_heads, self.config.head_dim)
+
+
+def _constant_specs(heads):
+    return PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec(heads)
+
+
+def _mix_chunk(config, implementation, seq_axis, tokens, constants, conv, state, lengths):
+    """Convolutions, gates and the delta rule over a chunk, for some of the heads.
+
+    Args:
+      seq_axis: The mesh axis over which tokens are split, inside `shard_map`; None where they are whole.
+      lengths: Real tokens of each whole row.
+    Returns: Outputs per head, and the new conv and recurrent state.
+    """
+    (*qkv, z, beta, real), (taps, dt_bias, a_log) = tokens, constants
+    dtype, real = z.dtype, real[..., None]
+
+    def by_head(x):
+        return x.reshape(*x.shape[:-1], -1, config.head_dim)
+
+    with jax.named_scope("short_conv"):
+        windows = conv.reshape(*conv.shape[:-2], -1)
+        pairs = [_convolve(x, taps[i], windows[:, i], lengths, seq_axis) for i, x in enumerate(qkv)]
+    q, k, v = (by_head(jax.nn.silu(y).astype(dtype)) for y, _ in pairs)
+    q, k = l2_norm(q) * config.head_dim**-0.5, l2_norm(k)
+    with jax.named_scope("decay_gate"):
+        z, bound = by_head(z.astype(jnp.float32) + dt_bias), config.gate_lower_bound
+        g = kda.softplus_gate(z, a_log) if bound is None else kda.bounded_gate(z, a_log, bound)
+    beta = jnp.where(real, jax.nn.sigmoid(beta.astype(jnp.float32)), 0)
+    k, g = (jnp.where(real[..., None], a, 0) for a in (k, g))
+    if seq_axis is None:
+        out, state = kda.kda_chunked(q, k, v, g, beta, state, implementation=implementation)
+    else:
+        out, state = kda_over_shards(q, k, v, g, beta, state, seq_axis, implementation=implementation)
+    return out, jnp.stack([new for _, new in pairs], axis=1).reshape(conv.shape), state
+
+
+def _convolve(x, taps, before, lengths, seq_axis):
+    if seq_axis is None:
+        return short_conv(x, taps, before, lengths)
+    return short_conv_over_shards(x, taps, before, lengths, seq_axis)
+
+
+def _mix_token(config, norm_eps, implementation, tokens, constants, out_norm, conv, state, layer):
+    """One token of some of the heads, on the states of all L stacked layers. Returns outputs, conv and state."""
+    batch = state.shape[1]
+    out, new_state, new_conv = kda_decode(
+        *tokens[:4],
+        tokens[5],
+        tokens[4],
+        *constants,
+        out_norm,
+        state.reshape(-1, *state.shape[2:]),
+        conv.reshape(-1, *conv.shape[2:]),
+        layer * batch + jnp.arange(batch),
+        lower_bound=config.gate_lower_bound,
+        norm_eps=norm_eps,
+        implementation=implementation,
+    )
+    return out, new_conv.reshape(conv.shape), new_state.reshape(state.shape)

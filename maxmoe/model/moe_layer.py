@@ -1,21 +1,26 @@
 """The FFNs: a dense SiTU-GLU, and LatentMoE, whose routed experts work on a narrow projection."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe import axes
 from maxmoe.config import MXFP4_GROUP, MoEConfig, SituConfig
+from maxmoe.ops import dispatch
+from maxmoe.ops.expert_exchange import choose_form, exchanged, gathered
 from maxmoe.ops.experts import ExpertWeights, expert_outputs, weighted_sum
 from maxmoe.ops.linear import linear
 from maxmoe.ops.norm import rms_norm
 from maxmoe.ops.router import route
 from maxmoe.ops.situ import situ_glu
 from maxmoe.params import declare, mxfp4_codes, mxfp4_scales, normal, ones, zeros
+from maxmoe.sharding import activation_axes, current_mesh, shard_map, split_experts
 
 
 class DenseFFN(nn.Module):
@@ -80,11 +85,49 @@ def run_experts(
     experts: ExpertWeights,
     layer: int | Array,
     places: Int[Array, "num_experts"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "N top_k latent"]:
     """The outputs that `routing` asks for; see `expert_outputs`."""
-    activation = functools.partial(situ_glu, gate_beta=situ.gate_beta, linear_beta=situ.linear_beta)
+    args = routing.latent, routing.ids, experts, layer, situ.gate_beta, situ.linear_beta
     with jax.named_scope("experts"):
-        return expert_outputs(routing.latent, routing.ids, experts, layer, activation, places)
+        return expert_outputs(*args, places=places, implementation=implementation)
+
+
+def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, implementation):
+    """The weighted sums [N, latent] of the experts' outputs, each expert on the device that holds it."""
+    split = split_experts(mesh, config)
+    batch, seq = (
+        activation_axes(mesh, name, size) for name, size in zip((axes.BATCH, axes.TOKENS), rows_and_tokens, strict=True)
+    )
+    count = math.prod(mesh.shape[axis] for axis in split.expert_axes)
+    replicas = math.prod(mesh.shape[axis] for axis in batch if axis not in split.expert_axes)
+    latent = routing.latent
+    form = choose_form(latent.shape[0] // replicas, config.top_k, latent.shape[1], latent.dtype.itemsize, max(count, 1))
+    exchange = gathered if form == "gathered" else functools.partial(exchanged, ragged=dispatch.platform() != "cpu")
+    share = functools.partial(
+        exchange,
+        compute=functools.partial(_expert_share, situ, implementation),
+        num_experts=config.num_experts,
+        expert_axes=split.expert_axes,
+        hidden_axes=split.hidden_axes,
+        token_axes=(*batch, *seq),
+    )
+
+    def each_device(latent, ids, weights, experts, layer):
+        flat = (a.reshape(-1, a.shape[-1]) for a in (latent, ids, weights))
+        return share(*flat, operands=(experts, layer)).reshape(latent.shape)
+
+    by_token = PartitionSpec(batch, seq)
+    into = PartitionSpec(None, split.expert_axes, split.hidden_axes)
+    out_of = PartitionSpec(None, split.expert_axes, None, split.hidden_axes)
+    in_specs = (by_token,) * 3 + (ExpertWeights(*[into] * 4, *[out_of] * 2), PartitionSpec())
+    tokens = (a.reshape(*rows_and_tokens, -1) for a in routing)
+    with jax.named_scope("experts"):
+        return shard_map(each_device, in_specs, by_token)(*tokens, experts, layer).reshape(latent.shape)
+
+
+def _expert_share(situ, implementation, x, ids, experts, layer):
+    return run_experts(situ, Routing(x, ids, None), experts, layer, implementation=implementation)
 
 
 class LatentMoE(nn.Module):
@@ -98,11 +141,12 @@ class LatentMoE(nn.Module):
     situ: SituConfig
     model_dim: int
     norm_eps: float
+    implementation: str | None = None  # of ops that have kernels; see `ops.dispatch`
 
     def setup(self):
         c, d, bf16 = self.config, self.model_dim, jnp.bfloat16
-        self.router = declare(self, "router", (c.num_experts, d), bf16, (axes.EXPERT, axes.EMBED), normal)
-        self.router_bias = declare(self, "router_bias", (c.num_experts,), jnp.float32, (axes.EXPERT,), zeros)
+        self.router = declare(self, "router", (c.num_experts, d), bf16, (axes.NORM, axes.EMBED), normal)
+        self.router_bias = declare(self, "router_bias", (c.num_experts,), jnp.float32, (axes.NORM,), zeros)
         self.down_proj = declare(self, "down_proj", (c.latent_dim, d), bf16, (axes.EXPERT_EMBED, axes.EMBED), normal)
         self.norm = declare(self, "norm", (c.latent_dim,), bf16, (axes.NORM,), ones)
         self.up_proj = declare(self, "up_proj", (d, c.latent_dim), bf16, (axes.EMBED, axes.EXPERT_EMBED), normal)
@@ -113,7 +157,11 @@ class LatentMoE(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed."""
         routing = jax.lax.optimization_barrier(self.route(x, real))
-        outputs = run_experts(self.situ, routing, experts, layer)
+        if (mesh := current_mesh()) is not None:
+            # No barrier, so that the shared experts can run while tokens are on their way.
+            args = routing, experts, layer, x.shape[:2], self.implementation
+            return self._finish(x, _sum_on_mesh(mesh, self.config, self.situ, *args))
+        outputs = run_experts(self.situ, routing, experts, layer, implementation=self.implementation)
         return self.join(x, routing, jax.lax.optimization_barrier(outputs))
 
     def route(self, x: Float[Array, "B T D"], real: Bool[Array, "B T"]) -> Routing:
@@ -130,6 +178,8 @@ class LatentMoE(nn.Module):
         self, x: Float[Array, "B T D"], routing: Routing, outputs: Float[Array, "N top_k latent"]
     ) -> Float[Array, "B T D"]:
         """The FFN's result from the outputs of the experts."""
-        routed = weighted_sum(outputs, routing.ids, routing.weights, self.config.num_experts)
+        return self._finish(x, weighted_sum(outputs, routing.ids, routing.weights, self.config.num_experts))
+
+    def _finish(self, x, routed):
         routed = linear(rms_norm(routed, self.norm, self.norm_eps), self.up_proj)
         return routed.reshape(x.shape) + self.shared(x)

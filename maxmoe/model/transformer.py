@@ -7,12 +7,13 @@ from jaxtyping import Array, Float, Int
 from maxmoe import axes
 from maxmoe.config import ModelConfig
 from maxmoe.model.block import Stack
-from maxmoe.model.cache import Cache, Spans, make_cache
+from maxmoe.model.cache import Cache, Spans, constrain_cache, make_cache
 from maxmoe.model.stacks import plan_stacks
 from maxmoe.ops.attn_res import mix
 from maxmoe.ops.linear import linear
 from maxmoe.ops.norm import rms_norm
 from maxmoe.params import declare, normal, ones
+from maxmoe.sharding import constrain
 
 MAX_UNROLLED_LAYERS = 16
 
@@ -25,10 +26,14 @@ class Transformer(nn.Module):
     `scan_layers` stacks the weights of equal superblocks and scans them: program size and compile time do not
     grow with depth, but a backend that cannot multiply by a slice in place, such as the CPU, copies each layer's
     weights before use. None unrolls models of up to 16 layers and scans deeper ones.
+
+    `implementation` names what computes those ops that have kernels; None takes the best that can run, see
+    `ops.dispatch`.
     """
 
     config: ModelConfig
     scan_layers: bool | None = None
+    implementation: str | None = None
 
     def setup(self):
         c, d, bf16, vector = self.config, (self.config.model_dim,), jnp.bfloat16, (axes.NORM,)
@@ -39,7 +44,7 @@ class Transformer(nn.Module):
         self.final_norm = declare(self, "final_norm", d, bf16, vector, ones)
         self.lm_head = declare(self, "lm_head", table, bf16, (axes.VOCAB, axes.EMBED), normal)
         scan = c.num_layers > MAX_UNROLLED_LAYERS if self.scan_layers is None else self.scan_layers
-        self.stacks = [Stack(c, plan, scan) for plan in plan_stacks(c)]
+        self.stacks = [Stack(c, plan, scan, self.implementation) for plan in plan_stacks(c)]
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits after every token, in float32: a prefill of whole sequences whose cache is thrown away."""
@@ -68,7 +73,7 @@ class Transformer(nn.Module):
 
     def begin(self, ids: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "A B T D"]]:
         """What the first layer is given: running sum and empty bank."""
-        current = self.embedding[ids]
+        current = constrain(self.embedding[ids], axes.BATCH, axes.TOKENS, None)
         return current, jnp.zeros((self.config.num_attn_res_blocks, *current.shape), current.dtype)
 
     def end_prefill(
@@ -89,7 +94,7 @@ class Transformer(nn.Module):
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             current, bank, caches = getattr(stack, method)(current, bank, caches, spans)
             new_stacks.append(caches)
-        cache = Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks))
+        cache = constrain_cache(Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks)))
         return self._hidden(current, bank), cache
 
     def _hidden(self, current, bank):

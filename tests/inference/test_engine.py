@@ -185,12 +185,12 @@ def test_compilations_are_bounded_and_decoding_adds_none(engine):
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
     )
-    counts = steps.prefill_in_place._cache_size(), steps.decode_step_in_place._cache_size()
+    counts = steps._prefill_donating._cache_size(), steps._decode_donating._cache_size()
     filtered = SamplingParams(temperature=1.3, top_p=0.8, top_k=7, min_p=0.01, seed=3, stop_ids=(4,), max_tokens=3)
     for length in (1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 200):
         engine.generate([[9] * length], filtered)
         engine.generate([[9] * length, [8], [7] * 40, [6]], [filtered, GREEDY, filtered, GREEDY])
-    assert counts == (steps.prefill_in_place._cache_size(), steps.decode_step_in_place._cache_size())
+    assert counts == (steps._prefill_donating._cache_size(), steps._decode_donating._cache_size())
     assert compiled == []
     jax.jit(lambda x: x * 3 + 1)(jnp.ones(77)).block_until_ready()
     assert compiled  # the listener hears compilations
@@ -226,9 +226,7 @@ def test_stream_refuses_at_once(engine):
         engine.stream([], GREEDY)
 
 
-def test_engine_refuses_meshes_and_sizes_below_one(model, params):
-    with pytest.raises(NotImplementedError, match="not supported yet"):
-        Engine(model, params, mesh=object())
+def test_engine_refuses_sizes_below_one(model, params):
     for name in ("max_batch", "max_len", "prefill_chunk"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
             Engine(model, params, **{name: 0})

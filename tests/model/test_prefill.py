@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import maxmoe as mm
-from maxmoe.model.cache import MLACache
+from maxmoe.model.cache import PlainMLACache, from_plain, to_plain
 from maxmoe.model.moe_layer import DenseFFN, LatentMoE
 from maxmoe.ops.experts import ExpertWeights
 
@@ -42,9 +42,9 @@ def _row(cache, row):
 
     def take(entry):
         entry = jax.tree.map(lambda leaf: np.asarray(leaf[:, row]), entry)
-        return jax.tree.map(lambda leaf: leaf[:, :length], entry) if isinstance(entry, MLACache) else entry
+        return jax.tree.map(lambda leaf: leaf[:, :length], entry) if isinstance(entry, PlainMLACache) else entry
 
-    stacks = jax.tree.map(take, cache.stacks, is_leaf=lambda leaf: isinstance(leaf, MLACache))
+    stacks = jax.tree.map(take, to_plain(cache).stacks, is_leaf=lambda leaf: isinstance(leaf, PlainMLACache))
     return np.asarray(cache.lengths[row]), stacks
 
 
@@ -215,12 +215,13 @@ def test_stale_rows_do_not_matter(request, assert_trees, kind):
     unused = np.arange(MAX_LEN) >= np.array(lengths)[:, None]
 
     def spoil(entry):
-        if not isinstance(entry, MLACache):
+        if not isinstance(entry, PlainMLACache):
             return entry
         return jax.tree.map(lambda leaf: jnp.where(unused[..., None], jnp.nan, leaf), entry)
 
-    stacks = jax.tree.map(spoil, clean.stacks, is_leaf=lambda leaf: isinstance(leaf, MLACache))
-    stale = clean.replace(stacks=stacks)
+    plain = to_plain(clean)
+    stacks = jax.tree.map(spoil, plain.stacks, is_leaf=lambda leaf: isinstance(leaf, PlainMLACache))
+    stale = from_plain(plain.replace(stacks=stacks), model[0].config.mla.kv_lora_rank)
     assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(stale))
     rows = [IDS[0, 9:12], IDS[1, 14:22]]
     for _ in range(2):

@@ -9,11 +9,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 import maxmoe as mm
 from maxmoe.config import load_config
-from maxmoe.model.cache import KDACache, MLACache, Spans, cache_bytes, make_cache
+from maxmoe.model.cache import (
+    Cache,
+    KDACache,
+    MLACache,
+    Spans,
+    cache_bytes,
+    cache_shardings,
+    from_plain,
+    make_cache,
+    to_plain,
+)
 from maxmoe.model.stacks import FFN, LayerKind, Mixer, StackPlan, plan_stacks
+from maxmoe.ops.latent_cache import empty_rows, read_rows
+from maxmoe.sharding import MESH_AXES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = load_config(ROOT / "configs/tiny.py")
@@ -97,10 +110,11 @@ def test_make_cache_has_an_entry_per_layer_kind_and_keeps_states_in_float32(dtyp
         [MLACache],
     ]
     kda, mla = cache.stacks[1][0], cache.stacks[2][0]
-    assert (kda.conv.shape, kda.conv.dtype) == ((1, 2, 3, 3, 64), dtype)
+    assert (kda.conv.shape, kda.conv.dtype) == ((1, 2, 3, 3, 4, 16), dtype)
     assert (kda.state.shape, kda.state.dtype) == ((1, 2, 4, 16, 16), jnp.float32)
-    assert (mla.rows.shape, mla.rows.dtype) == ((1, 2, 10, 32 + 8), dtype)
-    assert (mla.index_keys.shape, mla.index_keys.dtype) == ((1, 2, 10, 16), dtype)
+    assert (mla.rows.latent.shape, mla.rows.latent.dtype) == ((1, 2, 10, 1, 32), dtype)
+    assert (mla.rows.shared.shape, mla.rows.shared.dtype) == ((1, 2, 10, 1, 8), dtype)
+    assert (mla.index_keys.shape, mla.index_keys.dtype) == ((1, 2, 16, 10), dtype)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(cache))
     assert cache_bytes(config, 2, 10, dtype) == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
@@ -125,17 +139,48 @@ def test_cache_bytes_at_full_size():
     assert cache_bytes(k31, 3, 4096, jnp.bfloat16) == 3 * (sequence + 4 + 4096 * (27_648 + 6144))
 
 
-def test_append_writes_real_tokens_at_their_positions_and_drops_the_rest():
-    """Row 0 takes two of three tokens from slot 1 on; row 1 has one slot left; row 2 takes none."""
-    start, lengths = jnp.array([1, 4, 2]), jnp.array([2, 3, 0])
-    cache = MLACache(rows=jnp.full((2, 3, 5, 2), -1.0), index_keys=jnp.full((2, 3, 5, 1), -1.0))
-    rows = jnp.arange(1.0, 19.0).reshape(3, 3, 2)
-    new = cache.append(1, Spans(start=start, lengths=lengths), rows, 100 * rows[..., :1])
-    wanted = np.full((2, 3, 5, 2), -1.0)
-    wanted[1, 0, 1:3] = rows[0, :2]
-    wanted[1, 1, 4] = rows[1, 0]
-    assert np.array_equal(new.rows, wanted)
-    assert np.array_equal(new.index_keys, np.where(wanted[..., :1] < 0, -1.0, 100 * wanted[..., :1]))
+@pytest.mark.parametrize(("rank", "shared_dim", "num_slots"), [(32, 8, 10), (128, 64, 12), (256, 64, 10)])
+def test_plain_caches_hold_one_row_per_token_and_come_back_as_they_were(rank, shared_dim, num_slots):
+    """With the layout that fits any sizes, and with those for rows of whole lines."""
+    rng = np.random.default_rng(0)
+    rows = empty_rows(2, 3, num_slots, rank, shared_dim, jnp.float32)
+    filled = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), rows)
+    keys = jnp.asarray(rng.normal(size=(2, 3, 16, num_slots)), jnp.float32)
+    cache = Cache(lengths=jnp.zeros(3, jnp.int32), stacks=((MLACache(rows=filled, index_keys=keys),),))
+    plain = to_plain(cache)
+    entry = plain.stacks[0][0]
+    for layer in (0, 1):
+        assert np.array_equal(entry.rows[layer], read_rows(filled, layer))
+    assert np.array_equal(entry.index_keys[1, 2, 5], keys[1, 2, :, 5])
+    back = from_plain(plain, rank)
+    assert jax.tree.structure(back) == jax.tree.structure(cache)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True))
+
+
+def test_slots_of_real_tokens_are_their_positions_and_padding_has_none():
+    spans = Spans(start=jnp.array([1, 4, 2]), lengths=jnp.array([2, 3, 0]))
+    assert spans.slots(3).tolist() == [[1, 2, -1], [4, 5, 6], [-1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "slots", "heads"),
+    [
+        ({"expert": 4, "tensor": 2}, ("expert",), ("tensor",), ("tensor",)),
+        ({"data": 2, "seq": 4}, ("data",), ("seq",), None),
+        ({"data": 2, "seq": 2, "tensor": 3}, ("data",), ("seq",), None),  # 3 divides neither 4 heads nor 128 slots
+        ({"expert": 3}, None, None, None),  # a batch that does not divide stays whole
+    ],
+)
+def test_cache_shardings(sizes, batch, slots, heads):
+    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
+    mesh = jax.sharding.AbstractMesh(shape, MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES))
+    found = cache_shardings(mesh, jax.eval_shape(lambda: make_cache(TINY, 4, 128, jnp.float32)))
+    kda, mla = found.stacks[0][0], found.stacks[0][-1]
+    assert found.lengths.spec == PartitionSpec()
+    assert kda.state.spec == PartitionSpec(None, batch, heads, None, None)
+    assert kda.conv.spec == PartitionSpec(None, batch, None, None, heads, None)
+    assert mla.rows.latent.spec == mla.rows.shared.spec == PartitionSpec(None, batch, slots)
+    assert mla.index_keys.spec == PartitionSpec(None, batch, None, slots)
 
 
 def test_spans_positions_and_real_tokens():
