@@ -11,7 +11,6 @@ the program as written: the body of a loop is counted once, branches not taken a
 does not appear. They rank variants of one kernel at one shape and show spills; they are not times.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -26,6 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxmoe.planning import targets
+from maxmoe.planning.chips import parse_topology
+
 if TYPE_CHECKING:
     import jax
 
@@ -34,38 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # The smallest slice of each chip that the compiler describes; one device of it is compiled for.
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 CHIPS = (*TOPOLOGIES, "h200")
-
-# What the compiler must know of the GPU, from NVIDIA's data sheet of the H200 and the limits of compute capability 9.0.
-_H200 = """
-gpu_device_info {
-  name: "NVIDIA H200"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-"""
-
-# Read when libtpu is loaded. Without them it asks a metadata server for a TPU that is not there, and a second
-# process that compiles at the same time is refused.
-_LIBTPU_SETTINGS = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_LOG_DIR": "disabled",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
-
-# The plugin looks for a driver and libraries that only a machine with a GPU has.
-_CUDA_SETTINGS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +114,11 @@ def is_available(chip: str) -> str | None:
     """None if this Python can compile for the chip, else why not and what to install."""
     if chip not in CHIPS:
         return f"chip {chip!r} is not known: choose one of {', '.join(CHIPS)}"
-    package, extra = ("libtpu", "jax[tpu]") if chip in TOPOLOGIES else ("jax_cuda13_plugin", "jax[cuda13]")
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed in this Python, and compiling for {chip} needs it: pip install '{extra}'"
-    return None
+    return targets.missing_compiler(_topology(chip))
+
+
+def _topology(chip):
+    return parse_topology(TOPOLOGIES.get(chip, f"{chip}:1"))
 
 
 def compile_for(chip: str, fn: Callable, *args: Any) -> "jax.stages.Compiled":
@@ -172,38 +143,21 @@ def compile_for(chip: str, fn: Callable, *args: Any) -> "jax.stages.Compiled":
 
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     # Kernels that ask which chip they are for look at the mesh before they look for a device.
-    with jax.sharding.use_abstract_mesh(abstract_mesh), _nothing_cached():
+    with jax.sharding.use_abstract_mesh(abstract_mesh), targets.nothing_cached():
         return jitted.lower(*jax.tree.map(placed, args)).compile()
-
-
-@contextlib.contextmanager
-def _nothing_cached():
-    """Keeps executables out of the persistent cache: without their chip they cannot be read back."""
-    import jax
-
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @functools.cache
 def _target(chip):
     """A device to place arguments on, and a mesh that tells kernels which chip they are compiled for."""
-    for name, value in (_LIBTPU_SETTINGS | _CUDA_SETTINGS).items():
+    for name, value in targets.SETTINGS.items():
         os.environ.setdefault(name, value)
-    from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+    device = targets.devices(_topology(chip))[0]
     if chip == "h200":
-        device = topologies.get_topology_desc(
-            topology_name=chip, platform="cuda", topology="1x1x1", target_config=_H200
-        ).devices[0]
         facts = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     else:
-        device = topologies.get_topology_desc(topology_name=TOPOLOGIES[chip], platform="tpu").devices[0]
         facts = AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
     return device, AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=facts)
 
@@ -226,8 +180,8 @@ def static_cost(chip: str, spec: str, timeout_s: float = 600) -> StaticCost:
         dump, facts = Path(folder, "dump"), Path(folder, "facts.json")
         dump.mkdir()
         paths = (str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
-        env = os.environ | _LIBTPU_SETTINGS | _CUDA_SETTINGS
-        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), "MOSAIC_GPU_DUMP_TO": str(dump)}
+        env = os.environ | targets.SETTINGS
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "MOSAIC_GPU_DUMP_TO": str(dump)}
         dump_tpu = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
         env["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump_tpu}".strip()
         if chip == "h200":

@@ -187,6 +187,6 @@ def test_an_unknown_chip_lists_the_known_ones():
 @pytest.mark.parametrize("chip, extra", [("v6e", "jax[tpu]"), ("h200", "jax[cuda13]")])
 def test_a_missing_compiler_says_what_to_install(chip, extra, monkeypatch):
     monkeypatch.setattr(aot_compile.importlib.util, "find_spec", lambda name: None)
-    assert f"pip install '{extra}'" in aot_compile.is_available(chip)
+    assert f"pip install '{extra}=={jax.__version__}'" in aot_compile.is_available(chip)
     with pytest.raises(ModuleNotFoundError, match="pip install"):
         aot_compile.static_cost(chip, SPEC)
