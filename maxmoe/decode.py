@@ -6,15 +6,22 @@
     python -m maxmoe.decode --checkpoint DIR --prompt 'Remember this.' --save_session here
     python -m maxmoe.decode --checkpoint DIR --resume_session here --prompt ' And then?'
     some-command | python -m maxmoe.decode --checkpoint DIR --prompt_file - --json
+    python -m maxmoe.decode --checkpoint DIR --mesh expert=4,tensor=2 --prompt 'On eight devices'
+    srun python -m maxmoe.decode --checkpoint DIR --mesh expert=64 --prompt 'On the devices of several hosts'
 
 The prompt is plain text that the model continues; it is not wrapped as a chat, and control tokens are not read
 from it. After the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per second.
 
-Exit code 0 for an answer, 2 for something in the command or the checkpoint that is wrong, 130 after Ctrl-C.
+On several hosts the same command runs on each, as SLURM, Open MPI, Kubernetes or a TPU slice start it. Process 0 prints
+the answer. Where one fails, is gone or was told something else, all end.
+
+Exit code 0 for an answer, 2 for something in the command or the checkpoint that is wrong, 130 after Ctrl-C; 1 where
+another process is to blame.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -27,8 +34,15 @@ from typing import Any
 
 from absl import app, flags
 
+from maxmoe import distributed
+from maxmoe.command_line import flags_parser
+
 _NAME = "maxmoe.decode"
-_IMPLEMENTATIONS = ("xla",)
+_IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+_NO_CHECKPOINT = (
+    "no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for now, and its text is "
+    "noise"
+)
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint",
@@ -102,12 +116,17 @@ _DTYPE = flags.DEFINE_enum(
     "Default: float32 on a CPU, bfloat16 elsewhere. 4-bit experts stay as they are.",
 )
 _JSON = flags.DEFINE_boolean("json", False, "Print one JSON object at the end, and nothing else on standard output.")
-_IMPLEMENTATION = flags.DEFINE_string(
-    "implementation",
-    None,
-    f"Which implementation of the operations runs; available: {', '.join(_IMPLEMENTATIONS)}. Default: the best that "
-    "can run here.",
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, _IMPLEMENTATIONS, "What computes operations that have kernels. Default: the best."
 )
+_MESH = flags.DEFINE_string(
+    "mesh",
+    None,
+    "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for eight. "
+    "Several processes need one that has all their devices. Default: the first device alone.",
+)
+distributed.define_flags()
+flags.adopt_module_key_flags(distributed)
 
 
 @dataclasses.dataclass
@@ -155,44 +174,46 @@ def main(argv: list[str]) -> int:
         return _decode(argv)
     except BrokenPipeError:  # whoever read the answer has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        distributed.fail("whoever read the answer has closed it")
         return 1
     except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
+        distributed.fail(str(error))
         return 2
     except KeyboardInterrupt:
+        distributed.fail("interrupted by Ctrl-C")
         return 130
 
 
 def _decode(argv: list[str]) -> int:
     if argv[1:]:
         raise ValueError(f"unexpected arguments {argv[1:]}: put the prompt in quotes, after --prompt")
-    if _IMPLEMENTATION.value not in (None, *_IMPLEMENTATIONS):
-        raise NotImplementedError(
-            f"--implementation={_IMPLEMENTATION.value} does not exist here; available: {', '.join(_IMPLEMENTATIONS)}"
-        )
+    if (_PROMPT.value is not None) + (_PROMPT_FILE.value is not None) != 1:
+        given = "both are given" if _PROMPT.value is not None else "neither is given"
+        if _PROMPT.value is not None or _RESUME_SESSION.value is None:
+            raise ValueError(f"give --prompt TEXT or --prompt_file FILE (- is standard input); {given}")
+    job = distributed.start_from_flags()
     prompt = _read_prompt()
     if _CHECKPOINT.value is not None:
-        answer = _answer(_CHECKPOINT.value, prompt)
+        answer = _answer(_CHECKPOINT.value, prompt, job)
     else:
-        print(
-            f"{_NAME}: no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for "
-            "now, and its text is noise",
-            file=sys.stderr,
-        )
+        _tell(job, _NO_CHECKPOINT)
         with resources.as_file(resources.files("maxmoe") / "data" / "tiny") as folder:
-            answer = _answer(folder, prompt)
-    print(answer.as_json() if _JSON.value else "\n" + answer.summary(), flush=True)
+            answer = _answer(folder, prompt, job)
+    if job.process_id == 0:
+        print(answer.as_json() if _JSON.value else "\n" + answer.summary(), flush=True)
     return 130 if answer.finish_reason == "interrupted" else 0
 
 
+def _tell(job: distributed.Job, text: str) -> None:
+    """Reports on standard error, in one process of a job."""
+    if job.process_id == 0:
+        print(f"{_NAME}: {text}", file=sys.stderr)
+
+
 def _read_prompt() -> str:
-    if _RESUME_SESSION.value is not None and _PROMPT.value is None and _PROMPT_FILE.value is None:
-        return ""
-    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
-        given = "both are given" if _PROMPT.value is not None else "neither is given"
-        raise ValueError(f"give --prompt TEXT or --prompt_file FILE (- is standard input); {given}")
-    if _PROMPT.value is not None:
-        return _PROMPT.value
+    if _PROMPT_FILE.value is None:
+        return _PROMPT.value or ""
     name = _PROMPT_FILE.value
     raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
@@ -201,7 +222,7 @@ def _read_prompt() -> str:
         raise ValueError(f"--prompt_file={name} is not UTF-8 text: see byte {error.start}") from error
 
 
-def _answer(folder: str | Path, prompt: str) -> _Answer:
+def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     """Loads the checkpoint and answers, streaming the text unless --json is given."""
     import jax  # imported here, so that --help and mistakes in the flags answer at once
 
@@ -212,6 +233,7 @@ def _answer(folder: str | Path, prompt: str) -> _Answer:
     from maxmoe.inference.engine import check_request
     from maxmoe.inference.sampling import SamplingParams, fresh_seed
     from maxmoe.model.transformer import Transformer
+    from maxmoe.ops import dispatch
 
     params = SamplingParams(
         temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value, max_tokens=_MAX_TOKENS.value
@@ -220,46 +242,74 @@ def _answer(folder: str | Path, prompt: str) -> _Answer:
     config = load_config(files)
     tokenizer = load_tokenizer(files, config.vocab_size)
     ids = tokenizer.encode(prompt)
+    distributed.agree("config", repr(config))
+    distributed.agree("prompt", hashlib.sha256(repr(ids).encode()).digest())
     max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
-    model = Transformer(config)
+    dispatch.check_platform(_IMPLEMENTATION.value)
+    model = Transformer(config, implementation=_IMPLEMENTATION.value)
+    mesh = _mesh(job)
     session = None
     with contextlib.ExitStack() as opened:
         fingerprint = _fingerprint(folder, model)  # before minutes of loading, like the checks below
         if _RESUME_SESSION.value is not None:
-            session = _load_session(model, fingerprint)
-            past = session.token_ids[0].tolist()
-            params = dataclasses.replace(params, seed=session.seeds[0] if params.seed is None else params.seed)
+            session = _load_session(model, mesh, fingerprint)
         elif not ids:
             raise ValueError("the prompt is empty: give at least one character")
-        else:
-            past, params = [], dataclasses.replace(params, seed=fresh_seed() if params.seed is None else params.seed)
+        if params.seed is None:
+            seed = distributed.from_process_0(fresh_seed()) if session is None else session.seeds[0]
+            params = dataclasses.replace(params, seed=seed)
+        past = [] if session is None else session.token_ids[0].tolist()
         check_request(past + ids, params, config, max_len)
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each platform that is not here
         enable_compilation_cache()
         default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         dtype = _DTYPE.value or default
-        engine = _make_engine(folder, model, None if dtype == "auto" else dtype, max_len, opened)
+        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, max_len, opened)
         answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
-        write = (lambda text: None) if _JSON.value else _terminal_writer()
+        write = (lambda text: None) if _JSON.value or job.process_id > 0 else _terminal_writer()
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
         decoder = StreamDecoder(tokenizer)
         _collect(run, decoder, answer, write)
-        if _SAVE_SESSION.value is not None:
-            _save_session(run, model, fingerprint)
+        if answer.finish_reason == "interrupted" and job.num_processes > 1:
+            distributed.fail("interrupted by Ctrl-C")  # the others wait for this one in a step
+        elif _SAVE_SESSION.value is not None:
+            _tell(job, _save_session(run, model, fingerprint))
         if _STREAM.value:
-            print(f"{_NAME}: {engine.stats.summary()}", file=sys.stderr)
+            _tell(job, engine.stats.summary())
     return answer
 
 
-def _make_engine(folder: str | Path, model: Any, dtype: str | None, max_len: int, opened: contextlib.ExitStack) -> Any:
+def _mesh(job: distributed.Job) -> Any:
+    """The mesh that the flags ask for; None for one device."""
+    import jax
+
+    from maxmoe.sharding import make_mesh, parse_mesh
+
+    if _MESH.value is None and job.num_processes == 1:
+        return None
+    if _STREAM.value:
+        raise NotImplementedError(
+            "--stream_weights reads weights for one device: leave out --mesh, or --stream_weights"
+        )
+    count = jax.device_count()
+    if _MESH.value is None:
+        raise ValueError(
+            f"{job.num_processes} processes need a --mesh of all their {count} devices, such as expert={count}"
+        )
+    return make_mesh(parse_mesh(_MESH.value, count if job.num_processes > 1 else None))
+
+
+def _make_engine(
+    folder: str | Path, model: Any, mesh: Any, dtype: str | None, max_len: int, opened: contextlib.ExitStack
+) -> Any:
     """An engine with all weights in memory, or one that streams them; what it needs open goes onto `opened`."""
     from maxmoe.checkpoint.store import load_params, open_source
     from maxmoe.inference.engine import Engine
     from maxmoe.inference.streaming import StreamingEngine
 
     if not _STREAM.value:
-        weights = load_params(folder, model, dtype=dtype, verify=_VERIFY.value)
-        return Engine(model, weights, max_batch=1, max_len=max_len)
+        weights = load_params(folder, model, mesh, dtype=dtype, verify=_VERIFY.value)
+        return Engine(model, weights, mesh, max_batch=1, max_len=max_len)
     source = opened.enter_context(open_source(folder, model, _VERIFY.value))
     cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
     engine = StreamingEngine(model, source, max_len=max_len, expert_cache_bytes=cache_bytes, dtype=dtype)
@@ -281,13 +331,14 @@ def _fingerprint(folder: str | Path, model: Any) -> str | None:
         return fingerprint_weights(source)
 
 
-def _load_session(model: Any, fingerprint: str | None) -> Any:
+def _load_session(model: Any, mesh: Any, fingerprint: str | None) -> Any:
     from maxmoe.checkpoint.session import load_session
 
-    return load_session(_RESUME_SESSION.value, model, verify=_VERIFY.value, weights_fingerprint=fingerprint)
+    return load_session(_RESUME_SESSION.value, model, mesh=mesh, verify=_VERIFY.value, weights_fingerprint=fingerprint)
 
 
-def _save_session(run: Any, model: Any, fingerprint: str | None) -> None:
+def _save_session(run: Any, model: Any, fingerprint: str | None) -> str:
+    """Returns what to tell."""
     from maxmoe.checkpoint.session import save_session
 
     try:
@@ -295,7 +346,7 @@ def _save_session(run: Any, model: Any, fingerprint: str | None) -> None:
     except RuntimeError as error:
         raise ValueError(f"--save_session={_SAVE_SESSION.value}: nothing was saved: {error}") from error
     save_session(_SAVE_SESSION.value, session, model, weights_fingerprint=fingerprint)
-    print(f"{_NAME}: saved {session.num_tokens} tokens to {_SAVE_SESSION.value}", file=sys.stderr)
+    return f"saved {session.num_tokens} tokens to {_SAVE_SESSION.value}"
 
 
 def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callable[[str], None]) -> None:
@@ -333,16 +384,5 @@ def _terminal_writer() -> Callable[[str], None]:
     return write
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-    """Parses the command line; --help is no failure, and a mistake has the exit code of all mistakes here."""
-    if {"--help", "-help", "-h", "-?"} & set(argv[1:]):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        print(f"{_NAME}: {error}\n--help shows every flag.", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=flags_parser(_NAME))

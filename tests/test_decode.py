@@ -75,6 +75,15 @@ def test_text_streams_to_standard_output_and_ends_with_a_summary(greedy_json):
     assert len(re.findall("weights are random", error)) == 1 and "Traceback" not in error
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Python ignores Ctrl-C where its shell has started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_interrupt_ends_with_what_there_is(capsys, monkeypatch):
     make_writer, written = decode._terminal_writer, []
 
@@ -115,7 +124,7 @@ MISTAKES = [
     (["--prompt=a", "--temperature=101"], "[0.0, 100.0]"),
     (["--prompt=a", "--seed=-1"], "seed"),
     (["--prompt=a", "--dtype=float64"], "float32|bfloat16|auto"),
-    (["--prompt=a", "--implementation=pallas_tpu"], "available: xla"),
+    (["--prompt=a", "--implementation=pallas_tpu"], "runs on tpu, and this process computes on cpu"),
     (["--prompt=a", "--beam=3"], "beam"),
     (["--prompt_file=no/such/file"], "no/such/file"),
 ]
