@@ -38,7 +38,7 @@ from maxmoe import distributed
 from maxmoe.command_line import flags_parser
 
 _NAME = "maxmoe.decode"
-_IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+_IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu", "tokamax")
 _NO_CHECKPOINT = (
     "no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for now, and its text is "
     "noise"

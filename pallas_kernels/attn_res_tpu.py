@@ -18,6 +18,7 @@ from pallas_kernels.tiling import ATTN_RES_TPU
 
 _LANES = 128
 _ROWS = 16  # worked on at a time: the sublanes of a bfloat16 register
+_SCORED_AT_ONCE = 4  # values; the sums of more would not stay in registers
 _MOST_ENTRIES = 16  # their blocks, two of each, must fit in vector memory
 _VMEM_BYTES = 32 * 2**20
 
@@ -122,12 +123,15 @@ def _kernel(count, score_weight, out_weight, *refs, places, eps, out_eps):
 def _mix_and_norm(count, score_weight, out_weight, values, rows, out, eps, out_eps):
     """Some rows of the output; the last of the values is the running sum."""
     width, zero = out.shape[1], jnp.zeros((_ROWS, _LANES), jnp.float32)
-    scores = _scores(values, rows, score_weight, eps)
-    scores = [*(jnp.where(i < count, s, -jnp.inf) for i, s in enumerate(scores[:-1])), scores[-1]]
-    largest = functools.reduce(jnp.maximum, scores)
-    shares = [jnp.exp(s - largest) for s in scores]
-    total = sum(shares[1:], shares[0])
-    weights = [jnp.broadcast_to(share / total, (_ROWS, _LANES)) for share in shares]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (_ROWS, _LANES), 1)
+    scores = jnp.full((_ROWS, _LANES), -jnp.inf)  # of all values, one a lane, since registers are few
+    for first in range(0, len(values), _SCORED_AT_ONCE):
+        for i, score in enumerate(_scores(values[first : first + _SCORED_AT_ONCE], rows, score_weight, eps), first):
+            scores = jnp.where(lane == i, score, scores)
+    scores = jnp.where((lane < count) | (lane == len(values) - 1), scores, -jnp.inf)
+    shares = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    weights = [jnp.broadcast_to(shares[:, i : i + 1], (_ROWS, _LANES)) for i in range(len(values))]
 
     def mix(columns, squares):
         mixed = sum(w * value[rows, columns].astype(jnp.float32) for w, value in zip(weights, values, strict=True))
@@ -147,7 +151,7 @@ def _mix_and_norm(count, score_weight, out_weight, values, rows, out, eps, out_e
 
 
 def _scores(values, rows, score_weight, eps):
-    """[rows, 1] of each value. All of them together, since the sums of one alone would wait for each other."""
+    """[rows, 1] of each value. Several together, since the sums of one alone would wait for each other."""
 
     def add(columns, sums):
         weight, added = score_weight[:, columns], []

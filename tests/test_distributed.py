@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -12,13 +10,10 @@ import pytest
 from absl import flags
 
 from maxmoe import distributed
-from maxmoe.distributed import environment
 from maxmoe.distributed.environment import Job
-from tests import distributed_job
+from tests import distributed_job, jobs
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "tests/distributed_job.py"
-TIMEOUT_S = 90  # for what takes a few seconds on a quiet machine
+SCRIPT = Path(__file__).with_name("distributed_job.py")
 
 
 # A single process
@@ -67,48 +62,10 @@ def test_flags_reach_start(monkeypatch):
 # Whole jobs
 
 
-def _variables(port: int, num_processes: int, process: int) -> dict[str, str]:
-    """As srun sets them on one node; the port follows from the job's number."""
-    return {
-        "SLURM_JOB_ID": str(port - environment._FIRST_PORT),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "127.0.0.1",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_NTASKS": str(num_processes),
-        "SLURM_PROCID": str(process),
-        "SLURM_LOCALID": str(process),
-    }
-
-
 def _run(folder, action, num_processes, special, *common):
-    """Runs a job; `special` are settings by process. Returns each exit code and output, and the seconds it took.
-
-    A process that is stopped is killed once the others have ended; one that hangs is killed too, and fails the test.
-    """
-    port = distributed_job.free_port(environment._FIRST_PORT + os.getpid() % 3000, environment._FIRST_PORT + 4095)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "JAX_", "JOB_", "XLA_"))}
-    began = time.monotonic()
-    processes = []
-    for i in range(num_processes):
-        env = clean | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | _variables(port, num_processes, i)
-        command = [sys.executable, str(SCRIPT), action, *common, *special.get(i, [])]
-        with open(folder / str(i), "w") as output:
-            processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env))
-    stopped = [i for i, settings in special.items() if "signal=SIGSTOP" in settings]
-    hung = []
-    for i, process in enumerate(processes):
-        if i not in stopped:
-            try:
-                process.wait(max(began + TIMEOUT_S - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                hung.append(i)
-    took_s = time.monotonic() - began
-    for process in processes:
-        process.kill()
-    codes = [process.wait() for process in processes]
-    outputs = [(folder / str(i)).read_text() for i in range(num_processes)]
-    assert not hung, (hung, [output[-2000:] for output in outputs])
-    return codes, outputs, took_s
+    """Runs a job of the script; `special` are settings by process."""
+    commands = [[sys.executable, str(SCRIPT), action, *common, *special.get(i, [])] for i in range(num_processes)]
+    return jobs.run(folder, commands, stopped=[i for i, settings in special.items() if "signal=SIGSTOP" in settings])
 
 
 @pytest.mark.multidevice

@@ -35,6 +35,7 @@ DISTRIBUTIONS = {
     "tiktoken": "tiktoken",
     "xxhash": "xxhash",
 }
+EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
 
 
 def module_name(path: Path) -> str:
@@ -86,7 +87,7 @@ def imports_of(path: Path, text: str, modules: set[str]) -> set[str]:
             raise SystemExit(f"{path}: imports {base}, and there is no such module")
         else:
             found.add(base.split(".")[0])
-    return found - {module_name(path)} - set(sys.stdlib_module_names)
+    return found - {module_name(path)} - set(sys.stdlib_module_names) - EXTRAS
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:

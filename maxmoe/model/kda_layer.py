@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from maxmoe import axes
 from maxmoe.config import KDAConfig
 from maxmoe.model.cache import KDACache, Spans
-from maxmoe.ops import kda
+from maxmoe.ops import dispatch, kda
 from maxmoe.ops.kda_decode import kda_decode
 from maxmoe.ops.kda_shards import kda_over_shards, short_conv_over_shards
 from maxmoe.ops.linear import linear
@@ -76,7 +76,8 @@ class KDALayer(nn.Module):
         """Mixes one token."""
         del spans  # every row has one token
         tokens = tuple(a[:, 0] for a in (*self._projections(x), linear(x, self.gate_proj)))
-        mix = functools.partial(_mix_token, self.config, self.norm_eps, self.implementation)
+        name = dispatch.for_op("kda_decode", self.implementation)
+        mix = functools.partial(_mix_token, self.config, self.norm_eps, name)
         args = (tokens, self._constants(), self.out_norm, cache.conv, cache.state, layer)
         if (mesh := current_mesh()) is None:
             out, conv, state = mix(*args)

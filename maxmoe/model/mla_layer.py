@@ -129,6 +129,7 @@ class MLALayer(nn.Module):
             args = index_q, cache.index_keys, layer, head_weights, positions, top_k
             selected = select_tokens(*args, implementation=dispatch.for_op("select_candidates", name))
         self.sow("intermediates", "selected", selected)
+        name = dispatch.for_op("sparse_context", name)
         return sparse_attention(q, cache.rows, layer, self.kv_up, selected, implementation=name)
 
     def _attend_over_shards(self, mesh, q, index_queries, cache, layer, positions):
@@ -186,7 +187,7 @@ def _attend_shard(q, q_shared, index_queries, cache, layer, positions, *, top_k,
         positions,
         top_k,
         scale,
-        implementation=implementation,
+        implementation=dispatch.for_op("sparse_context", implementation),
         index_implementation=dispatch.for_op("select_candidates", implementation),
         **where,
     )

@@ -90,7 +90,8 @@ def run_experts(
     """The outputs that `routing` asks for; see `expert_outputs`."""
     args = routing.latent, routing.ids, experts, layer, situ.gate_beta, situ.linear_beta
     with jax.named_scope("experts"):
-        return expert_outputs(*args, places=places, implementation=implementation)
+        name = dispatch.for_op("expert_outputs", implementation)
+        return expert_outputs(*args, places=places, implementation=name)
 
 
 def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, implementation):

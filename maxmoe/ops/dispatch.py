@@ -1,13 +1,16 @@
-"""Which implementation of an op runs: the plain JAX form, or a Pallas kernel for the platform at hand."""
+"""Which implementation of an op runs: the plain JAX form, or a kernel for the platform at hand.
+
+`tokamax` names the kernels of the library of that name, which is an extra and never a default.
+"""
 
 from collections.abc import Callable, Mapping
 
 import jax
 from absl import logging
 
-NAMES = ("xla", "pallas_tpu", "pallas_gpu")
+NAMES = ("xla", "pallas_tpu", "pallas_gpu", "tokamax")
 
-_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "tokamax": "tpu"}
 
 # What None means, by op and platform. The plain form stands wherever a kernel has not yet been run on a device and
 # been found the faster one: all of them so far.
@@ -21,6 +24,7 @@ DEFAULTS = {
 }
 
 _LACKING = {("select_candidates", "pallas_gpu"), ("mix_and_norm", "pallas_gpu")}
+_LACKING |= {(op, "tokamax") for op in DEFAULTS if op != "kda_chunked"}
 
 _logged: set[tuple[str, str]] = set()
 

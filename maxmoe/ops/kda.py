@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxmoe.ops import dispatch
+from maxmoe.ops import dispatch, tokamax_kda
 
 # Decay and state keep full float32 products on every platform.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -103,12 +103,15 @@ def kda_chunked(
     refusals = {
         "pallas_tpu": lambda: _tpu().kda_chunk_trainable_refusal(q.shape, v.shape, v.dtype, state.shape[0]),
         "pallas_gpu": lambda: _gpu().kda_chunk_gpu_refusal(q.shape, v.shape, q.dtype, state.shape[0], False),
+        "tokamax": tokamax_kda.refusal,
     }
     chosen = dispatch.choose("kda_chunked", implementation, refusals)
     if chosen == "pallas_tpu":
         return _tpu().kda_chunk_trainable_tpu(q, k, v, g, beta, state)
     if chosen == "pallas_gpu":
         return _without_gradient(q, k, v, g, beta, state)
+    if chosen == "tokamax":
+        return tokamax_kda.kda_chunked(q, k, v, g, beta, state)
     num_tokens, out_dtype = q.shape[1], v.dtype
     pad = -num_tokens % chunk_size
 

@@ -7,6 +7,7 @@ attention residuals.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import pytest
 import maxmoe as mm
 from maxmoe.checkpoint.safetensors_io import CheckpointReader
 from maxmoe.checkpoint.safetensors_writer import write_checkpoint
+from maxmoe.published_config import to_published
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -73,11 +75,18 @@ def rearranged(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def load_short_model(rearranged):
-    """A function that loads three layers of `tiny_k31`: (KDA, dense), (KDA, experts), (MLA with indexer, experts)."""
+def short_folder(rearranged):
+    """The checkpoint of three layers of `tiny_k31`: (KDA, dense), (KDA, experts), (MLA with indexer, experts)."""
     config, folder = rearranged([0, 1, 3], full_attention_layers=(2,), attn_res_block_size=2)
-    model = mm.Transformer(config)
-    return lambda dtype: (model, mm.load_params(folder, model, dtype=dtype))
+    (folder / "config.json").write_text(json.dumps(to_published(config)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load_short_model(short_folder):
+    """A function that loads those layers."""
+    model = mm.Transformer(mm.load_config(short_folder))
+    return lambda dtype: (model, mm.load_params(short_folder, model, dtype=dtype))
 
 
 @pytest.fixture(scope="session")

@@ -1,40 +1,53 @@
 """Every step on a mesh equals the step on one device: whole sequences, chunks of prompts, tokens, and the state kept.
 
-8 CPU devices in a process of its own, and three layers, one of each kind: tracing is what takes time here. What differs
-is the order of float32 sums.
+8 CPU devices, of one process and of several, and three layers, one of each kind: tracing is what takes time here. What
+differs is the order of float32 sums.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from maxmoe.published_config import to_published
+from tests import jobs
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("steps_on_meshes.py")
 TOLERANCE = 1e-5  # of logits up to 2, after three layers whose norms enlarge a rounding of 1e-7
+TIMEOUT_S = 1200
+
+
+def reports(folder, checkpoint, num_processes, meshes=()):
+    """What each process found, by mesh."""
+    command = [sys.executable, str(SCRIPT), str(checkpoint), *meshes]
+    codes, outputs, _ = jobs.run(folder, [command] * num_processes, timeout_s=TIMEOUT_S)
+    assert not any(codes), [output[-4000:] for output in outputs]
+    return [json.loads([line for line in output.splitlines() if line.startswith("{")][-1]) for output in outputs]
+
+
+def too_different(report):
+    return {mesh: facts for mesh, facts in report.items() if not max(facts["differences"].values()) <= TOLERANCE}
 
 
 @pytest.fixture(scope="module")
-def report(rearranged):
-    config, folder = rearranged([0, 1, 3], full_attention_layers=(2,), attn_res_block_size=2)
-    (folder / "config.json").write_text(json.dumps(to_published(config)))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests/model/steps_on_meshes.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def report(short_folder, tmp_path_factory):
+    return reports(tmp_path_factory.mktemp("meshes"), short_folder, 1)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.multidevice
 def test_steps_on_a_mesh_equal_those_on_one_device(report):
     assert len(report) >= 12
-    wrong = {mesh: facts for mesh, facts in report.items() if not max(facts["differences"].values()) <= TOLERANCE}
-    assert not wrong
+    assert not too_different(report)
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize(("num_processes", "mesh"), [(2, "seq=2,expert=2,tensor=2"), (4, "data=2,expert=4")])
+def test_steps_in_several_processes_equal_those_on_one_device(tmp_path, short_folder, num_processes, mesh):
+    found = reports(tmp_path, short_folder, num_processes, [mesh])
+    assert [list(report) for report in found] == [[mesh]] * num_processes
+    assert not any(map(too_different, found))
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_kernel_that_an_op_lacks_is_named():
 
 
 def test_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="'cuda': allowed are xla, pallas_tpu, pallas_gpu, and None"):
+    with pytest.raises(ValueError, match="'cuda': allowed are xla, pallas_tpu, pallas_gpu, tokamax, and None"):
         dispatch.choose("kda_chunked", "cuda", {})
 
 
