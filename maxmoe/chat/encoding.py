@@ -210,14 +210,14 @@ def _answer(request: ChatRequest, index: int, images: dict[int, list[str]]) -> l
     calls = read_calls(given, index)
     if calls:
         body += open_tag("tools")
-        for number, (name, arguments, _) in enumerate(calls, start=1):
-            body += render_call(name, arguments, number, index)
+        for number, call in enumerate(calls, start=1):
+            body += render_call(call, number, index)
         body += close_tag("tools")
     return body
 
 
 def _partial(request: ChatRequest, images: dict[int, list[str]]) -> list[Segment]:
-    """An assistant's message up to where it is to be continued: its thinking if it has no content yet, else its content."""
+    """An assistant's message up to where it goes on: in its thinking if it has no content yet, else in its content."""
     index = len(request.messages) - 1
     given = request.messages[index]
     if given.get("tool_calls"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxmoe.chat.request import ChatRequest, RequestError
-from maxmoe.chat.tool_calls import read_calls
+from maxmoe.chat.tool_calls import GivenCall, read_calls
 
 _KNOWN_KEYS = {
     "system": {"tools"},
@@ -80,7 +80,7 @@ def place_results(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tool
     Raises: HistoryError for a result of no call that has no name either.
     """
     placed: list[tuple[int, ToolResult | None]] = []
-    calls: list[tuple[str, Any, str | None]] = []
+    calls: list[GivenCall] = []
     num_results, at = 0, 0
     while at < len(messages):
         if messages[at]["role"] != "tool":
@@ -98,7 +98,7 @@ def place_results(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tool
             row.sort(key=lambda entry: entry[0])  # stable
         for call, i in row:
             num_results += 1
-            name = calls[call][0] if matched else _given_name(messages[i], calls, num_results)
+            name = calls[call].name if matched else _given_name(messages[i], calls, num_results)
             if name is None:
                 raise HistoryError([_result_without_call(messages, i, num_results, len(calls))], len(messages))
             placed.append((i, ToolResult(name, num_results)))
@@ -106,14 +106,14 @@ def place_results(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tool
     return placed
 
 
-def _called(message: Mapping[str, Any], calls: Sequence[tuple[str, Any, str | None]]) -> int | None:
+def _called(message: Mapping[str, Any], calls: Sequence[GivenCall]) -> int | None:
     """Which of the calls a result names by its id; the first of several with that id."""
     given = next((message[key] for key in ("tool_call_id", "id") if message.get(key) is not None), None)
-    return next((i for i, (_, _, call_id) in enumerate(calls) if given is not None and call_id == str(given)), None)
+    return next((i for i, call in enumerate(calls) if given is not None and call.id == str(given)), None)
 
 
-def _given_name(message: Mapping[str, Any], calls: Sequence[tuple[str, Any, str | None]], number: int) -> str | None:
-    by_position = calls[number - 1][0] if number <= len(calls) else None
+def _given_name(message: Mapping[str, Any], calls: Sequence[GivenCall], number: int) -> str | None:
+    by_position = calls[number - 1].name if number <= len(calls) else None
     return message.get("tool") or message.get("name") or by_position
 
 
@@ -129,9 +129,9 @@ def _result_without_call(messages: Sequence[Mapping[str, Any]], index: int, numb
 def find_losses(request: ChatRequest) -> list[Loss]:
     """All that the prompt of this request lacks or guesses, by message."""
     losses: list[Loss] = []
-    calls: list[tuple[str, Any, str | None]] = []
+    calls: list[GivenCall] = []
     asked_at: int | None = None
-    answered: set[int] = set()
+    answered: set[int] = set()  # calls; a result that names none counts as one, by its negative index
     last = len(request.messages) - 1
     for i, message in enumerate(request.messages):
         role = message["role"]
@@ -144,8 +144,7 @@ def find_losses(request: ChatRequest) -> list[Loss]:
                     f"tool_call_id {given!r} is none of the {len(calls)} calls before it, so its place says whose it is"
                 )
                 losses.append(Loss(i, text))
-            else:
-                answered.add(call)
+            answered.add(-i if call is None else call)
             continue
         losses += _missing_results(asked_at, calls, answered)
         asked_at = None
@@ -168,17 +167,15 @@ def _unknown_keys(message: Mapping[str, Any], index: int) -> list[Loss]:
     return [Loss(index, f"{', '.join(unknown)} of a message of role {message['role']} cannot be told to the model")]
 
 
-def _missing_results(
-    asked_at: int | None, calls: Sequence[tuple[str, Any, str | None]], answered: set[int]
-) -> list[Loss]:
+def _missing_results(asked_at: int | None, calls: Sequence[GivenCall], answered: set[int]) -> list[Loss]:
     missing = len(calls) - len(answered)
-    if asked_at is None or not missing:
+    if asked_at is None or missing <= 0:
         return []
     return [Loss(asked_at, f"{missing} of its {len(calls)} tool calls have no result: send a tool message for each")]
 
 
-def _shared_ids(calls: Sequence[tuple[str, Any, str | None]], index: int) -> list[Loss]:
-    ids = [call_id for _, _, call_id in calls if call_id is not None]
+def _shared_ids(calls: Sequence[GivenCall], index: int) -> list[Loss]:
+    ids = [call.id for call in calls if call.id is not None]
     repeated = len(ids) - len(set(ids))
     if not repeated:
         return []

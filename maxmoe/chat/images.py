@@ -8,7 +8,7 @@ _MAX_SIDE = 512 * _PATCH  # pixels
 
 
 def num_vision_tokens(width: int, height: int) -> int:
-    """How many tokens an image becomes, at most 16,384; sizes in pixels, as it was given."""
+    """How many tokens an image of this size, in pixels, becomes: up to 16,384 and what padding adds."""
     if width < 1 or height < 1:
         raise ValueError(f"an image of {width} x {height} pixels has no content; both sides must be at least 1")
     patches = max(width // _PATCH, 1) * max(height // _PATCH, 1)

@@ -1,8 +1,8 @@
 """The markup of a conversation: segments, tags and their attributes.
 
-A tag is `<|open|>`, ordinary text, `<|sep|>`; a closing tag begins with `<|close|>`. The three markers are single ids that
-only control segments can make. Everything else, names of tags included, is ordinary text, and each segment is encoded
-by itself: joined strings would give other ids.
+A tag is `<|open|>`, ordinary text, `<|sep|>`; a closing tag begins with `<|close|>`. The three markers are single ids
+that only control segments can make. Everything else, names of tags included, is ordinary text, and each segment is
+encoded by itself: joined strings would give other ids.
 
 Source: the family's chat encoding, as published with its checkpoints.
 """

@@ -12,7 +12,7 @@ What it leaves out, repeats or breaks off is read as it was most likely meant, a
 import enum
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from maxmoe.chat.markup import CLOSE, END_OF_MSG, OPEN, SEP, Tag, marker_ids, read_tag
 from maxmoe.chat.tokenizer import StreamDecoder, Tokenizer
@@ -235,7 +235,7 @@ class Parser:
         if not piece or index is None:
             return
         (entry,) = self._deltas[-1].get("tool_calls", [{}]) if self._deltas else [{}]
-        if entry.get("index") == index:
+        if entry.get("index") == index and "id" not in entry:
             entry["function"]["arguments"] += piece
         else:
             self._deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
@@ -355,7 +355,7 @@ class Parser:
             self._warn(f"call {self._call.name!r:.80} is not closed; dropped")
             self._call, self._place = None, _Place.TOOLS
 
-    _OPENED = {
+    _OPENED: ClassVar = {
         "think": _open_think,
         "response": _open_response,
         "tools": _open_tools,
@@ -364,7 +364,7 @@ class Parser:
         "json": _open_json,
         "message": _open_message,
     }
-    _CLOSED = {
+    _CLOSED: ClassVar = {
         "think": _close_think,
         "response": _close_response,
         "tools": _close_tools,

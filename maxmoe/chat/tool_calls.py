@@ -2,14 +2,22 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxmoe.chat.markup import Segment, close_tag, open_tag, plain
 from maxmoe.chat.request import RequestError
 
 
-def read_calls(message: Mapping[str, Any], index: int) -> list[tuple[str, Any, str | None]]:
-    """The tool calls of `messages[index]`: name, arguments as given, and id as text, None without one."""
+class GivenCall(NamedTuple):
+    """A tool call of an earlier message: its arguments as given, its id as text, None without one."""
+
+    name: str
+    arguments: Any
+    id: str | None
+
+
+def read_calls(message: Mapping[str, Any], index: int) -> list[GivenCall]:
+    """The tool calls of `messages[index]`. RequestError for one without a name."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise RequestError(f"tool_calls must be a list; got {calls!r:.80}", index)
@@ -19,18 +27,20 @@ def read_calls(message: Mapping[str, Any], index: int) -> list[tuple[str, Any, s
         name = function.get("name") if isinstance(function, Mapping) else None
         if not (isinstance(name, str) and name) or call.get("type", "function") != "function":
             raise RequestError(f"tool_calls[{i}] must be a function with a name; got {call!r:.80}", index)
-        found.append((name, function.get("arguments"), None if call.get("id") is None else str(call["id"])))
+        call_id = None if call.get("id") is None else str(call["id"])
+        found.append(GivenCall(name, function.get("arguments"), call_id))
     return found
 
 
-def render_call(name: str, arguments: Any, number: int, index: int) -> list[Segment]:
+def render_call(call: GivenCall, number: int, index: int) -> list[Segment]:
     """A call as the model writes it.
 
     Args:
-      arguments: An object, or its JSON. A string that is no JSON is kept as it is.
+      call: Its arguments are an object, or its JSON. A string that is no JSON is kept as it is.
       number: Of the call in its message, from 1.
       index: Of the message, for errors. RequestError for JSON that is no object.
     """
+    name, arguments, _ = call
     body: list[Segment] = []
     if isinstance(arguments, str) and arguments.strip():
         try:
