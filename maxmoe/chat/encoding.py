@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import logging
 
-from maxmoe.chat.history import HistoryError, ToolResult, find_losses, place_results, reasoning_of
+from maxmoe.chat.history import HistoryError, Loss, ToolResult, find_losses, place_results, reasoning_of
 from maxmoe.chat.markup import Segment, close_tag, control, marker_ids, message, open_tag, plain
 from maxmoe.chat.request import IMAGE_PARTS, ChatRequest, RequestError, read_request, sorted_json
 from maxmoe.chat.tokenizer import Tokenizer
@@ -83,14 +83,12 @@ class Prompt:
     warnings: tuple[str, ...]
 
 
-def render(request: Mapping[str, Any]) -> list[Segment]:
-    """The segments of a request's prompt, in order. Each is encoded by itself.
-
-    Args:
-      request: See `request.PROMPT_KEYS`.
-    Raises: RequestError, a ValueError, for a request that cannot be rendered; its `index` names the message.
-    """
-    return [segment for _, segments in _blocks(read_request(request)) for segment in segments]
+def render(request: Mapping[str, Any], *, strict: bool = False) -> list[Segment]:
+    """The segments of a request's prompt, in order. Each is encoded by itself. See `prepare`."""
+    read = read_request(request)
+    blocks = list(_blocks(read))
+    _checked_losses(read, strict)
+    return [segment for _, segments in blocks for segment in segments]
 
 
 def encode(
@@ -122,9 +120,7 @@ def prepare(
     marker_ids(tokenizer)
     read = read_request(request)
     blocks = list(_blocks(read))
-    losses = find_losses(read)
-    if strict and (repairable := [loss for loss in losses if loss.can_be_repaired]):
-        raise HistoryError(repairable, len(read.messages))
+    losses = _checked_losses(read, strict)
     ids: list[int] = []
     is_assistant: list[bool] = []
     ends = [0]
@@ -147,6 +143,13 @@ def prepare(
         allows_tool_calls=has_tools and read.tool_choice != "none",
         warnings=tuple(map(str, losses)),
     )
+
+
+def _checked_losses(request: ChatRequest, strict: bool) -> list[Loss]:
+    losses = find_losses(request)
+    if strict and (repairable := [loss for loss in losses if loss.can_be_repaired]):
+        raise HistoryError(repairable, len(request.messages))
+    return losses
 
 
 def _blocks(request: ChatRequest) -> Iterator[tuple[str, list[Segment]]]:

@@ -88,6 +88,8 @@ def test_loss_is_refused_when_strict_and_a_warning_otherwise(messages, index, sa
         _prepare(*messages, strict=True)
     assert says in str(caught.value) and caught.value.index == index
     assert caught.value.losses[0].index == index
+    with pytest.raises(chat.HistoryError):
+        chat.render({"messages": messages}, strict=True)
     warnings = _prepare(*messages).warnings
     assert any(warning.startswith(f"messages[{index}]: ") and says in warning for warning in warnings)
 
