@@ -135,7 +135,7 @@ def prepare(
     if max_len is not None and len(ids) > max_len:
         sizes = {name: end - begin for (name, _), (begin, end) in zip(blocks, itertools.pairwise(ends), strict=True)}
         raise ContextOverflowError(len(ids), max_len, sizes)
-    has_tools = bool(read.tools) or any(given.get("tools") for given in read.messages)
+    has_tools = bool(read.tools) or any(map(_declares_tools, read.messages))
     return Prompt(
         ids=ids,
         is_assistant=is_assistant,
@@ -185,6 +185,10 @@ def _declaration(heading: str, tools: Any, what: str) -> list[Segment]:
     return _note("tool-declare", f"{heading}\n\n```json\n{sorted_json(tools, what)}\n```")
 
 
+def _declares_tools(given: Mapping[str, Any]) -> bool:
+    return given["role"] in ("system", "developer") and bool(given.get("tools"))
+
+
 def _message(
     request: ChatRequest, index: int, result: ToolResult | None, images: dict[int, list[str]]
 ) -> list[Segment]:
@@ -193,7 +197,7 @@ def _message(
         attributes = {"role": "tool", "tool": result.name, "index": str(result.number)}
         return message(attributes, _content(given, index, images))
     role = "system" if given["role"] == "developer" else given["role"]
-    if role == "system" and given.get("tools"):
+    if _declares_tools(given):
         return _declaration(_MORE_TOOLS, given["tools"], f"messages[{index}].tools")
     attributes = {"role": role} | ({"name": given["name"]} if given.get("name") else {})
     if role != "assistant":

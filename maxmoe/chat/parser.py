@@ -126,15 +126,12 @@ class Parser:
         Args:
           ended_by: Why the engine stopped. With "length", a message that has not ended by itself was cut off.
         """
-        if not self._ended:
-            if self._tag_ids is not None:
-                self._warn("it ends inside a tag, which is dropped")
+        if self.finish_reason is None:
+            cut_off = ended_by == "length" and not self._ended
             if self._decoder.finish():
                 self._warn("it ends inside a character, which is dropped")
-            self._drop_open_call()
-        cut_off = ended_by == "length" and not self._ended
-        self._ended = True
-        self.finish_reason = "length" if cut_off else "tool_calls" if self._calls else "stop"
+            self._end_message()
+            self.finish_reason = "length" if cut_off else "tool_calls" if self._calls else "stop"
         content = None if self._content is None else "".join(self._content)
         return {
             "role": "assistant",
@@ -164,8 +161,6 @@ class Parser:
             self._end_text()
             self._tag_ids = [token_id]
         elif token_id in self._end_ids:
-            if self._tag_ids is not None:
-                self._warn("it ends inside a tag, which is dropped")
             self._end_text()
             self._end_message()
         elif token_id == self._sep:
@@ -346,8 +341,10 @@ class Parser:
         self._end_message()
 
     def _end_message(self) -> None:
+        if self._tag_ids is not None:
+            self._warn("it ends inside a tag, which is dropped")
+            self._tag_ids = None
         self._drop_open_call()
-        self._tag_ids = None
         self._ended = True
 
     def _drop_open_call(self) -> None:

@@ -174,6 +174,11 @@ def test_length_limit_after_the_message_ended_is_no_cut():
     assert parser.finish_reason == "tool_calls"
 
 
+def test_finish_twice_is_finish_once():
+    _, parser, _ = _read(_ids("r<|close|>thi"), ended_by="length")
+    assert parser.finish() == parser.finish() and parser.finish_reason == "length" and len(parser.warnings) == 1
+
+
 def test_calls_that_the_request_does_not_allow_are_dropped():
     text = "r" + _END_THINK + _ANSWER + _TOOLS + _call("f", ("a", "string", "x")) + _END_TOOLS + _END_MESSAGE
     message, parser, stream = _read(_ids(text), steps=[3], allow_tool_calls=False)
