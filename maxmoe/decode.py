@@ -6,11 +6,15 @@
     python -m maxmoe.decode --checkpoint DIR --prompt 'Remember this.' --save_session here
     python -m maxmoe.decode --checkpoint DIR --resume_session here --prompt ' And then?'
     some-command | python -m maxmoe.decode --checkpoint DIR --prompt_file - --json
+    python -m maxmoe.decode --checkpoint DIR --effort low --system 'Answer in French.' --prompt 'What is a monad?'
+    python -m maxmoe.decode --checkpoint DIR --messages conversation.json
+    python -m maxmoe.decode --checkpoint DIR --interactive
     python -m maxmoe.decode --checkpoint DIR --mesh expert=4,tensor=2 --prompt 'On eight devices'
     srun python -m maxmoe.decode --checkpoint DIR --mesh expert=64 --prompt 'On the devices of several hosts'
 
-The prompt is plain text that the model continues; it is not wrapped as a chat, and control tokens are not read
-from it. After the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per second.
+The prompt is plain text that the model continues, and control tokens are not read from it. --effort, --system,
+--messages and --interactive begin a chat, in which it is a message of the user; on a terminal, thinking is dim. After
+the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per second.
 
 On several hosts the same command runs on each, as SLURM, Open MPI, Kubernetes or a TPU slice start it. Process 0 prints
 the answer. Where one fails, is gone or was told something else, all end.
@@ -21,6 +25,7 @@ another process is to blame.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -34,7 +39,7 @@ from typing import Any
 
 from absl import app, flags
 
-from maxmoe import distributed
+from maxmoe import conversation, distributed, terminal
 from maxmoe.command_line import flags_parser
 
 _NAME = "maxmoe.decode"
@@ -125,8 +130,9 @@ _MESH = flags.DEFINE_string(
     "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for eight. "
     "Several processes need one that has all their devices. Default: the first device alone.",
 )
-distributed.define_flags()
-flags.adopt_module_key_flags(distributed)
+for _module in (conversation, distributed):
+    _module.define_flags()
+    flags.adopt_module_key_flags(_module)
 
 
 @dataclasses.dataclass
@@ -136,6 +142,7 @@ class _Answer:
     num_prompt_tokens: int
     seed: int
     text: str = ""
+    message: dict[str, Any] | None = None  # of a chat
     ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str = "interrupted"
     times: list[float] = dataclasses.field(default_factory=list)
@@ -154,8 +161,10 @@ class _Answer:
         )
 
     def as_json(self) -> str:
+        chat = {} if self.message is None else {"message": self.message}
         return json.dumps(
-            {
+            chat
+            | {
                 "text": self.text,
                 "ids": self.ids,
                 "finish_reason": self.finish_reason,
@@ -190,9 +199,13 @@ def _decode(argv: list[str]) -> int:
         raise ValueError(f"unexpected arguments {argv[1:]}: put the prompt in quotes, after --prompt")
     if (_PROMPT.value is not None) + (_PROMPT_FILE.value is not None) != 1:
         given = "both are given" if _PROMPT.value is not None else "neither is given"
-        if _PROMPT.value is not None or _RESUME_SESSION.value is None:
+        if _PROMPT.value is not None or not (_RESUME_SESSION.value or conversation.has_messages()):
             raise ValueError(f"give --prompt TEXT or --prompt_file FILE (- is standard input); {given}")
     job = distributed.start_from_flags()
+    conversation.check_flags(
+        resumes=_RESUME_SESSION.value is not None,
+        is_alone=job.num_processes == 1 and not _JSON.value and _SAVE_SESSION.value is None,
+    )
     prompt = _read_prompt()
     if _CHECKPOINT.value is not None:
         answer = _answer(_CHECKPOINT.value, prompt, job)
@@ -200,6 +213,8 @@ def _decode(argv: list[str]) -> int:
         _tell(job, _NO_CHECKPOINT)
         with resources.as_file(resources.files("maxmoe") / "data" / "tiny") as folder:
             answer = _answer(folder, prompt, job)
+    if conversation.is_interactive():
+        return 0
     if job.process_id == 0:
         print(answer.as_json() if _JSON.value else "\n" + answer.summary(), flush=True)
     return 130 if answer.finish_reason == "interrupted" else 0
@@ -241,10 +256,16 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     files = object_storage.local_files(folder)
     config = load_config(files)
     tokenizer = load_tokenizer(files, config.vocab_size)
-    ids = tokenizer.encode(prompt)
+    max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
+    shows = not _JSON.value and job.process_id == 0
+    talk, decoder, ids = None, StreamDecoder(tokenizer), tokenizer.encode(prompt)
+    if conversation.is_asked_for():
+        request, tell = conversation.request_from_flags(prompt), functools.partial(_tell, job)
+        talk = conversation.Conversation(request, tokenizer, max_len, tell, shows and terminal.is_terminal())
+        decoder = talk.next_answer()
+        ids = decoder.prompt_ids
     distributed.agree("config", repr(config))
     distributed.agree("prompt", hashlib.sha256(repr(ids).encode()).digest())
-    max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
     dispatch.check_platform(_IMPLEMENTATION.value)
     model = Transformer(config, implementation=_IMPLEMENTATION.value)
     mesh = _mesh(job)
@@ -266,10 +287,13 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         dtype = _DTYPE.value or default
         engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, max_len, opened)
         answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
-        write = (lambda text: None) if _JSON.value or job.process_id > 0 else _terminal_writer()
+        write = (_terminal_writer() if talk is None else terminal.write) if shows else lambda text: None
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
-        decoder = StreamDecoder(tokenizer)
         _collect(run, decoder, answer, write)
+        if talk is not None:
+            answer.message, answer.finish_reason = decoder.message(answer.finish_reason)
+        if conversation.is_interactive():
+            answer = _go_on_talking(talk, engine, run, answer, params)
         if answer.finish_reason == "interrupted" and job.num_processes > 1:
             distributed.fail("interrupted by Ctrl-C")  # the others wait for this one in a step
         elif _SAVE_SESSION.value is not None:
@@ -277,6 +301,20 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         if _STREAM.value:
             _tell(job, engine.stats.summary())
     return answer
+
+
+def _go_on_talking(talk: conversation.Conversation, engine: Any, run: Any, answer: _Answer, params: Any) -> _Answer:
+    """Answers line after line, until the input ends. Returns the last answer."""
+    while True:
+        print("\n" + answer.summary(), flush=True)
+        talk.add(answer.message)
+        if not talk.ask():
+            return answer
+        reader = talk.next_answer()
+        run = conversation.go_on(engine, run, reader.prompt_ids, params)
+        answer = _Answer(num_prompt_tokens=len(reader.prompt_ids), seed=params.seed)
+        _collect(run, reader, answer, terminal.write)
+        answer.message, answer.finish_reason = reader.message(answer.finish_reason)
 
 
 def _mesh(job: distributed.Job) -> Any:
@@ -372,16 +410,8 @@ def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callabl
 
 def _terminal_writer() -> Callable[[str], None]:
     """Writes text to standard output at once. On a terminal, control characters show as pictures of themselves."""
-    pictures = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
-    pictures |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
-    is_terminal = sys.stdout.isatty()
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters
-
-    def write(text: str) -> None:
-        sys.stdout.write(text.translate(pictures) if is_terminal else text)
-        sys.stdout.flush()
-
-    return write
+    is_terminal = terminal.is_terminal()
+    return lambda text: terminal.write(terminal.without_controls(text) if is_terminal else text)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Tokenizer: ids of the published vocabulary, text that stays data, cuts in long input, streams.
 
-Tests on the published vocabulary look for it in $MAXMOE_TIKTOKEN, then beside the project, and skip without
-it. What they claim beyond its ids is also tested on a vocabulary of 256 bytes and a few merges, written here.
+Tests on the published vocabulary skip without it, see conftest.py. What they claim beyond its ids is also tested on a
+vocabulary of 256 bytes and a few merges, written here.
 """
 
 import base64
 import hashlib
 import json
-import os
 import pickle
 import struct
 from pathlib import Path
@@ -47,15 +46,6 @@ def written(tmp_path_factory) -> TikTokenTokenizer:
     file = tmp_path_factory.mktemp("vocabulary") / "tiktoken.model"
     file.write_bytes(_model_text(_tokens()))
     return TikTokenTokenizer(file, _BASE + 256)
-
-
-@pytest.fixture(scope="module")
-def published() -> TikTokenTokenizer:
-    beside = _ROOT.parent / "shared/data/kimi_tokenizer/tiktoken.model"
-    file = Path(os.environ.get("MAXMOE_TIKTOKEN", beside))
-    if not file.is_file():
-        pytest.skip(f"no published vocabulary: set MAXMOE_TIKTOKEN to a tiktoken.model (looked for {file})")
-    return TikTokenTokenizer(file, _PUBLISHED_BASE + 256)
 
 
 @pytest.fixture(scope="module", params=["written", "published", "byte"])
