@@ -130,12 +130,17 @@ def fsdp_expert_axes(mesh: Mesh | AbstractMesh, config: MoEConfig) -> tuple[str,
     A device can then pack its part of the masters on its own.
     """
     taken = {axis for part in split_experts(mesh, config) for axis in part}
-    used, groups = [], config.latent_dim // MXFP4_GROUP
+    return _dividing(mesh, taken, config.latent_dim // MXFP4_GROUP)
+
+
+def _dividing(mesh, taken, size):
+    """Mesh axes that are not taken, as many as divide a size together."""
+    used = []
     for axis in MESH_AXES:
-        size = mesh.shape.get(axis, 1)
-        if size > 1 and axis not in taken and groups % size == 0:
+        length = mesh.shape.get(axis, 1)
+        if length > 1 and axis not in taken and size % length == 0:
             used.append(axis)
-            groups //= size
+            size //= length
     return tuple(used)
 
 
@@ -151,9 +156,9 @@ class ShardingRules:
         """Takes the facts that the rules need.
 
         Args:
-          fsdp: For training: the width of the residual stream, or of the experts' latent, is split over all axes that
-            the weight's other dimensions leave, as far as it divides, so that no two devices hold the same part of a
-            master weight or of an optimizer's state.
+          fsdp: For training: the width of the residual stream, or of a latent, is split over all axes that the weight's
+            other dimensions leave, as far as it divides, so that no two devices hold the same part of a master weight
+            or of an optimizer's state.
         Raises: What `split_experts` raises.
         """
         self.mesh, self.experts, self._fsdp = mesh, split_experts(mesh, config.moe), fsdp
@@ -183,20 +188,17 @@ class ShardingRules:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def _spread(self, spec, names, shape):
-        """Gives the axes that a weight leaves to the width of the residual stream, or of the experts' latent."""
+        """Gives the axes that a weight leaves to the width of the residual stream, or of a latent."""
         if axes.EXPERT in names:
-            return [self._fsdp_experts or None if name == axes.EXPERT_EMBED else used for name, used in zip(names, spec)]
+            return [
+                self._fsdp_experts or None if name == axes.EXPERT_EMBED else used for name, used in zip(names, spec)
+            ]
         taken = {axis for part in spec if part for axis in part}
-        for name in (axes.EMBED, axes.EXPERT_EMBED):
-            if name not in names:
-                continue
-            dim, used = names.index(name), []
-            for axis in MESH_AXES:
-                size = self.mesh.shape.get(axis, 1)
-                if size > 1 and axis not in taken and shape[dim] % (size * math.prod(map(self.mesh.shape.get, used))) == 0:
-                    used.append(axis)
-            spec[dim] = tuple(used) or None
-            taken |= set(used)
+        for name in (axes.EMBED, axes.EXPERT_EMBED, axes.LATENT):
+            if name in names:
+                dim = names.index(name)
+                spec[dim] = _dividing(self.mesh, taken, shape[dim]) or None
+                taken |= set(spec[dim] or ())
         return spec
 
     def _axes(self, name):

@@ -21,8 +21,8 @@ from maxmoe.ops.experts import (
     expert_outputs_from_masters,
     weighted_sum,
 )
-from maxmoe.ops.mxfp4 import quantize
 from maxmoe.ops.linear import linear
+from maxmoe.ops.mxfp4 import quantize
 from maxmoe.ops.norm import rms_norm
 from maxmoe.ops.router import route
 from maxmoe.ops.situ import situ_glu
@@ -191,7 +191,11 @@ class LatentMoE(nn.Module):
         self.shared = DenseFFN(self.situ, d, c.shared_dim)
 
     def __call__(
-        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: ExpertWeights | ExpertMasters, layer: int | Array
+        self,
+        x: Float[Array, "B T D"],
+        real: Bool[Array, "B T"],
+        experts: ExpertWeights | ExpertMasters,
+        layer: int | Array,
     ) -> Float[Array, "B T D"]:
         """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed.
 

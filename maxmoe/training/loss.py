@@ -25,7 +25,9 @@ def token_losses(
     batch, num_tokens, width = hidden.shape
     vocab = lm_head.shape[0]
     # Tokens that lie together on a device along "seq" are one block; a step takes one token of each block.
-    steps = next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens // n * vocab <= _limit(vocab))
+    steps = next(
+        n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens // n * vocab <= _limit(vocab)
+    )
     head = lm_head.astype(jnp.float32)
 
     def stepped(x):

@@ -77,7 +77,9 @@ def make_optimizer(
             return function(path_names(path), leaf, sharding)
 
         whole = jax.tree_util.tree_map_with_path(of_leaf, declared, shardings, is_leaf=is_declared)
-        return split_masters(whole, trainable, is_leaf=lambda leaf: isinstance(leaf, Matrices | optax.MaskedNode)).trained
+        return split_masters(
+            whole, trainable, is_leaf=lambda leaf: isinstance(leaf, Matrices | optax.MaskedNode)
+        ).trained
 
     def matrices(path, leaf, sharding):
         return _matrices(model, path, leaf, sharding) if _is_matrix(leaf) else optax.MaskedNode()

@@ -1,7 +1,7 @@
 """The training step: gradients of micro-batches, one update of the masters.
 
 Loss and gradients are sums over trained tokens divided by their number in the whole batch, however it is cut into
-micro-batches. All randomness comes from the seed and the step's number.
+micro-batches. All chance comes from the seed and the step's number.
 """
 
 import dataclasses
@@ -96,7 +96,9 @@ class Trainer:
         def make(params):
             masters = make_masters(params, self.trainable)
             wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), masters.trained)
-            return TrainState(step=jnp.zeros((), jnp.int32), masters=masters, optimizer=self._optimizer(None).init(wide))
+            return TrainState(
+                step=jnp.zeros((), jnp.int32), masters=masters, optimizer=self._optimizer(None).init(wide)
+            )
 
         if mesh is None:
             return jax.jit(make)(params)
@@ -166,7 +168,9 @@ class Trainer:
         """Mean loss, trained tokens, and the gradient of the mean loss."""
         rows = batch.ids.shape[0]
         if rows % self.micro_batches:
-            raise ValueError(f"a batch of {rows} rows cannot be cut into micro_batches={self.micro_batches} equal parts")
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into micro_batches={self.micro_batches} equal parts"
+            )
 
         def loss_of(trained, batch):
             whole = masters._replace(trained=trained).whole()
@@ -181,7 +185,9 @@ class Trainer:
 
             def one_part(sums, part):
                 (loss, count), gradients = differentiate(masters.trained, jax.tree.map(_by_rows, part))
-                return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, (loss, count, gradients)), None
+                return jax.tree.map(
+                    lambda total, new: total + new.astype(total.dtype), sums, (loss, count, gradients)
+                ), None
 
             wide = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), masters.trained)
             zero = jnp.zeros((), jnp.float32)
@@ -196,31 +202,43 @@ class Trainer:
 
     def _apply(self, trained, updates, step):
         leaves, treedef = jax.tree.flatten(trained)
-        key = jax.random.fold_in(jax.random.key(self.seed), step)
 
-        def one(i, master, update):
+        def one(number, master, update):
             wide = master.astype(jnp.float32) + update
             if self.stochastic_rounding and master.dtype == jnp.bfloat16:
-                return round_by_chance(wide, jax.random.fold_in(key, i))
+                return round_by_chance(wide, (self.seed, step, number))
             return wide.astype(master.dtype)
 
         pairs = zip(leaves, jax.tree.leaves(updates), strict=True)
-        return treedef.unflatten([one(i, *pair) for i, pair in enumerate(pairs)])
+        return treedef.unflatten([one(number, *pair) for number, pair in enumerate(pairs)])
 
 
 def _by_rows(x):
     return constrain(x, *(axes.BATCH, axes.TOKENS)[: x.ndim])
 
 
-def round_by_chance(x: Float[Array, "*b"], key: Array) -> Float[Array, "*b"]:
+def round_by_chance(x: Float[Array, "*b"], keys: tuple[int | Int[Array, ""], ...]) -> Float[Array, "*b"]:
     """float32 values to one of their two neighbours in bfloat16, the nearer the likelier: the mean is the value.
 
-    NaN and infinities stay.
+    The chance is a hash of the keys and of each element's place, a few integer operations that need no memory and
+    give the same bits however the array is split; `jax.random` writes its bits out. NaN and infinities stay.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    chance = jnp.zeros((1,) * x.ndim, jnp.uint32)
+    for key in keys:
+        chance = _mixed(chance ^ jnp.uint32(key))
+    for dim in range(x.ndim):
+        chance = _mixed(chance ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (chance >> 16)
     cut = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+
+
+def _mixed(x):
+    """The 32-bit finaliser of MurmurHash3, of x plus a constant that keeps zero from staying zero."""
+    x = x + jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def batch_shardings(mesh: Mesh | AbstractMesh, batch: Batch) -> Batch:

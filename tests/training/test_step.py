@@ -1,0 +1,148 @@
+"""The training step on one device: it learns, leaves frozen weights alone, and its gradients are those of the model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmoe.model import moe_layer
+from maxmoe.ops.situ import situ_glu
+from maxmoe.planning.placement import abstract_mesh
+from maxmoe.training.forward import final_hidden, head_weight
+from maxmoe.training.loss import next_token_loss
+from maxmoe.training.masters import Trainable, make_masters
+from maxmoe.training.optimizer import OptimizerSettings
+from maxmoe.training.step import Trainer, round_by_chance, train_step
+from tests.ops.quick_jit import quick_jit
+from tests.training.smallest import float32_params, random_batch, smallest_model
+
+MODEL = smallest_model()
+TRAINER = Trainer(model=MODEL, optimizer=OptimizerSettings(peak_lr=3e-3, warmup_steps=0, num_steps=100))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return float32_params(MODEL)
+
+
+def _host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+@pytest.fixture(scope="module")
+def run(params):
+    """Twelve steps on one batch: states at the beginning and the end, and the metrics of each."""
+    state, batch = TRAINER.init(params), random_batch(MODEL, 4)
+    begin, metrics = _host(state), []
+    for _ in range(12):
+        state, found = train_step(TRAINER, state, batch)
+        metrics.append(_host(found))
+    return begin, _host(state), metrics
+
+
+def test_the_loss_of_a_batch_falls(run):
+    _, _, metrics = run
+    losses = [float(m.loss) for m in metrics]
+    assert losses[0] == pytest.approx(np.log(64), abs=0.1)  # random weights: all tokens alike
+    assert losses[-1] < losses[0] - 0.5 and not any(m.skipped for m in metrics)
+
+
+def test_frozen_weights_keep_their_bits_and_trained_ones_move(run):
+    begin, end, _ = run
+    assert end.step == 12
+    for before, after in zip(*(jax.tree.leaves(state.masters.frozen) for state in (begin, end)), strict=True):
+        assert before.tobytes() == after.tobytes()
+    still = [
+        jax.tree_util.keystr(path)
+        for (path, before), after in zip(
+            jax.tree_util.tree_leaves_with_path(begin.masters.trained),
+            jax.tree.leaves(end.masters.trained),
+            strict=True,
+        )
+        if before.tobytes() == after.tobytes()
+    ]
+    # The first layer's mixer reads an empty bank: its mixture's weights have no effect.
+    assert all("layers_0" in name and "mixer_res" in name for name in still)
+
+
+def _loss_of(trained, masters, batch):
+    whole = masters._replace(trained=trained).whole()
+    hidden = final_hidden(MODEL, whole, batch.ids, batch.lengths)
+    total, count = next_token_loss(hidden, head_weight(MODEL, whole), batch.ids, batch.mask)
+    return total / count
+
+
+def _plain_outputs(x, ids, masters, layer, gate_beta, linear_beta, implementation=None):
+    """Every expert of every token, by masters as they are, and then those that were asked for."""
+    dot = functools.partial(jnp.einsum, precision="highest")
+    gate, up = (dot("nd,efd->nef", x, m[layer]) for m in (masters.gate, masters.up))
+    outputs = dot("nef,edf->ned", situ_glu(gate, up, gate_beta, linear_beta), masters.down[layer])
+    return jnp.take_along_axis(outputs, jnp.minimum(ids, outputs.shape[1] - 1)[..., None], axis=1)
+
+
+def test_gradients_of_masters_are_those_of_the_plain_form(params, monkeypatch):
+    """Masters just made are on the MXFP4 grid, so that the form that never rounds has the same values and gradients."""
+    masters, batch = make_masters(params, Trainable()), random_batch(MODEL, 2, num_tokens=16, seed=1)
+    loss, ours = quick_jit(jax.value_and_grad(_loss_of))(masters.trained, masters, batch)
+    monkeypatch.setattr(moe_layer, "expert_outputs_from_masters", _plain_outputs)
+    plain = quick_jit(jax.value_and_grad(lambda *args: _loss_of(*args)))
+    plain_loss, wanted = plain(masters.trained, masters, batch)
+    assert float(loss) == pytest.approx(float(plain_loss), rel=1e-6)
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(wanted), strict=True):
+        largest = float(jnp.abs(want).max())
+        # Sums in another order, through norms that enlarge a rounding of 1e-7.
+        np.testing.assert_allclose(got, want, atol=2e-4 * largest + 1e-9, err_msg=jax.tree_util.keystr(path))
+    experts = ours["stacks_0"]["experts_1"]
+    assert all(float(jnp.abs(experts[name]).max()) > 0 for name in ("gate", "up", "down"))
+
+    # And they are slopes: along the gradient of all weights but the experts', which move in steps.
+    evaluate = quick_jit(lambda masters: _loss_of(masters.trained, masters, batch))
+    group = {name: value for name, value in ours["stacks_0"].items() if not name.startswith("experts")}
+    direction = jax.tree.map(jnp.zeros_like, ours) | {"lm_head": ours["lm_head"]}
+    direction["stacks_0"] = direction["stacks_0"] | group
+    length = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(direction)))
+    eps = 3e-3
+
+    def at(sign):
+        moved = jax.tree.map(lambda m, d: m + sign * eps / length * d, masters.trained, direction)
+        return float(evaluate(masters._replace(trained=moved)))
+
+    assert (at(1) - at(-1)) / (2 * eps) == pytest.approx(length, rel=2e-2)  # curvature and float32 rounding of losses
+
+
+def test_two_micro_batches_are_one_batch(params):
+    batch = random_batch(MODEL, 4, seed=2)
+    state = TRAINER.init(params)
+    once, m1 = quick_jit(TRAINER.step)(state, batch)
+    twice, m2 = quick_jit(dataclasses.replace(TRAINER, micro_batches=2).step)(state, batch)
+    assert float(m1.num_tokens) == float(m2.num_tokens)
+    assert float(m1.loss) == pytest.approx(float(m2.loss), rel=1e-6)
+    assert float(m1.gradient_norm) == pytest.approx(float(m2.gradient_norm), rel=1e-5)
+    for path, got in jax.tree_util.tree_leaves_with_path(twice.optimizer):
+        if "momentum" in jax.tree_util.keystr(path):
+            want = dict(
+                (jax.tree_util.keystr(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(once.optimizer)
+            )
+            want = want[jax.tree_util.keystr(path)]
+            np.testing.assert_allclose(got, want, atol=1e-4 * float(jnp.abs(want).max()) + 1e-9)
+
+
+def test_rows_that_do_not_divide_are_refused():
+    trainer = dataclasses.replace(TRAINER, micro_batches=3)
+    with pytest.raises(ValueError, match="4 rows cannot be cut into micro_batches=3"):
+        jax.eval_shape(trainer.step, trainer.abstract_state(abstract_mesh({})), random_batch(MODEL, 4))
+
+
+def test_rounding_by_chance_has_the_right_mean_and_keeps_exact_values():
+    x = jnp.full(40_000, 1.0 + 0.3 * 2**-7)  # three tenths of the way between neighbours
+    rounded = round_by_chance(x, (0, 7)).astype(jnp.float32)
+    assert set(np.unique(rounded)) == {1.0, 1.0 + 2**-7}
+    assert float(rounded.mean()) == pytest.approx(float(x[0]), abs=5 * 0.46 * 2**-7 / 200)  # five standard errors
+    other = round_by_chance(x, (0, 8)).astype(jnp.float32)
+    assert 0.38 < float(jnp.mean(other != rounded)) < 0.46  # independent: 2 * 0.3 * 0.7
+    exact = jnp.asarray([0.0, -1.5, 3e38, jnp.inf, -jnp.inf], jnp.bfloat16)
+    np.testing.assert_array_equal(round_by_chance(exact.astype(jnp.float32), (1,)), exact)
+    assert jnp.isnan(round_by_chance(jnp.asarray([jnp.nan]), (2,))[0])
