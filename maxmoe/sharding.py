@@ -190,9 +190,8 @@ class ShardingRules:
     def _spread(self, spec, names, shape):
         """Gives the axes that a weight leaves to the width of the residual stream, or of a latent."""
         if axes.EXPERT in names:
-            return [
-                self._fsdp_experts or None if name == axes.EXPERT_EMBED else used for name, used in zip(names, spec)
-            ]
+            spec[names.index(axes.EXPERT_EMBED)] = self._fsdp_experts or None
+            return spec
         taken = {axis for part in spec if part for axis in part}
         for name in (axes.EMBED, axes.EXPERT_EMBED, axes.LATENT):
             if name in names:

@@ -22,12 +22,11 @@ def token_losses(
 
     The gradient of the head is summed over tokens in float32.
     """
-    batch, num_tokens, width = hidden.shape
+    batch, num_tokens, _ = hidden.shape
     vocab = lm_head.shape[0]
+    limit = max(LOGITS_AT_ONCE, vocab)
     # Tokens that lie together on a device along "seq" are one block; a step takes one token of each block.
-    steps = next(
-        n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens // n * vocab <= _limit(vocab)
-    )
+    steps = next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens // n * vocab <= limit)
     head = lm_head.astype(jnp.float32)
 
     def stepped(x):
@@ -49,10 +48,6 @@ def token_losses(
 
     _, losses = jax.lax.scan(one_step, None, (stepped(hidden), stepped(labels)))
     return jnp.moveaxis(losses, 0, 2).reshape(batch, num_tokens)
-
-
-def _limit(vocab):
-    return max(LOGITS_AT_ONCE, vocab)
 
 
 def next_token_loss(

@@ -82,7 +82,7 @@ def declared_masters(model: Transformer) -> Any:
 
 
 def make_masters(params: Any, trainable: Trainable) -> MasterWeights:
-    """Masters from the model's weights, arrays or tracers. Experts take the embedding's dtype, which holds them exactly.
+    """Masters from the model's weights. Those of experts take the embedding's dtype, which holds them exactly.
 
     Args:
       params: What `load_params` or `init_params` give.

@@ -84,8 +84,8 @@ class Trainer:
     """
 
     model: Transformer
-    optimizer: OptimizerSettings = OptimizerSettings()
-    trainable: Trainable = Trainable()
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    trainable: Trainable = dataclasses.field(default_factory=Trainable)
     micro_batches: int = 1
     stochastic_rounding: bool = True
     seed: int = 0

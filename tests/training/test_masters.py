@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import maxmoe as mm
 from maxmoe.ops import mxfp4
-from maxmoe.params import count_weights
+from maxmoe.params import abstract_params, count_weights
 from maxmoe.planning.placement import abstract_mesh
 from maxmoe.training import masters
 from maxmoe.training.masters import Trainable, declared_masters, make_masters, master_shardings, pack_masters
@@ -68,8 +68,6 @@ def test_routers_and_indexers_are_frozen_unless_asked(small):
 def test_masters_of_the_full_model_are_all_its_weights():
     declared = declared_masters(FULL)
     leaves = jax.tree.leaves(declared, is_leaf=masters.is_declared)
-    from maxmoe.params import abstract_params
-
     assert sum(math.prod(leaf.shape) for leaf in leaves) == count_weights(abstract_params(FULL))
 
 
@@ -77,7 +75,8 @@ def test_on_1024_devices_no_master_of_size_lies_twice():
     mesh = abstract_mesh({"data": 8, "expert": 32, "tensor": 4})
     shardings, declared = master_shardings(FULL, mesh), declared_masters(FULL)
     kept = whole = 0
-    for leaf, sharding in zip(jax.tree.leaves(declared, is_leaf=masters.is_declared), jax.tree.leaves(shardings)):
+    leaves = jax.tree.leaves(declared, is_leaf=masters.is_declared)
+    for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         part = math.prod(sharding.shard_shape(leaf.shape))
         kept, whole = kept + 1024 * part, whole + math.prod(leaf.shape)
     # Vectors, short convolutions and the decay gates' second matrices are copies on some devices; all else lies once.
