@@ -23,6 +23,12 @@ def smallest_model(scan_layers=None):
     return mm.Transformer(mm.load_config(_CONFIG).override(*_CHANGES.split()), scan_layers)
 
 
+def two_layers():
+    """(KDA, dense), (MLA with indexer, experts): both mixers and both FFNs, and two thirds to compile."""
+    changes = *_CHANGES.split(), "num_layers=2", "full_attention_layers=(1,)"
+    return mm.Transformer(mm.load_config(_CONFIG).override(*changes))
+
+
 def float32_params(model, seed=0):
     """Random weights, all floats in float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, mm.init_params(model, seed))
