@@ -50,32 +50,23 @@ def quantised_forward(
     """
     packed = (leaf[None] for master in masters for leaf in quantise(lax.stop_gradient(master)))
     experts = kernels.Mxfp4Experts(*packed)
-    how = {"method": method, "tiling": tiling, "interpret": interpret}
-    return packed_forward(x, group_sizes, masters, experts, gate_beta, linear_beta, **how)
+    how = kernels.settings(x.shape[0], gate_beta, linear_beta, method, tiling, interpret)
+    return packed_forward(how, x, group_sizes, masters, experts)
 
 
 def packed_forward(
-    x: jax.Array,
-    group_sizes: jax.Array,
-    masters: MasterExperts,
-    experts: kernels.Mxfp4Experts,
-    gate_beta: float,
-    linear_beta: float,
-    *,
-    method: str | None = None,
-    tiling: MoeExpertsTpuTiling | None = None,
-    interpret: pltpu.InterpretParams | bool | None = None,
+    how: tuple, x: jax.Array, group_sizes: jax.Array, masters: MasterExperts, experts: kernels.Mxfp4Experts
 ) -> jax.Array:
     """`quantised_forward` of masters that are packed already.
 
     Args:
+      how: What `moe_experts_tpu.settings` gives.
       masters: Only their shapes and dtypes matter, and that they get the gradient.
       experts: What they were packed to, as a stack of one layer.
     """
     reason = kernels.moe_experts_tpu_refusal(x.shape, x.dtype, experts)
     if reason:
         raise NotImplementedError(reason)
-    how = kernels.settings(x.shape[0], gate_beta, linear_beta, method, tiling, interpret)
     return _ffn(how, x, MasterExperts(*masters), group_sizes, experts)
 
 

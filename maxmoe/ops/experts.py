@@ -382,7 +382,8 @@ def _tpu_masters_kernel(packed, rows, group_sizes, masters, layer, *betas):
     if packed is None:
         return quantised_forward(rows, group_sizes, of_layer, mxfp4.quantize, *betas)
     of_packed = _tpu().Mxfp4Experts(*(leaf[layer][None] for leaf in packed))
-    return packed_forward(rows, group_sizes, of_layer, of_packed, *betas)
+    how = _tpu().settings(rows.shape[0], *betas, None, None, None)
+    return packed_forward(how, rows, group_sizes, of_layer, of_packed)
 
 
 def _gpu_kernel(rows, group_sizes, experts, layer, *betas):

@@ -5,6 +5,7 @@ passes, and its gradient is summed straight into each device's part.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -61,8 +62,8 @@ def _run_stack(model, plan, weights, declared, carry, spans):
         carry, _ = jax.lax.scan(one_superblock, carry, (weights["scanned"], experts, jnp.arange(plan.count)))
         return carry
     for superblock in range(plan.count):
-        name, here = f"superblocks_{superblock}", slice(superblock, superblock + 1)
-        of_block = jax.tree.map(lambda leaf: leaf[here], experts)  # noqa
+        name = f"superblocks_{superblock}"
+        of_block = jax.tree.map(operator.itemgetter(slice(superblock, superblock + 1)), experts)
         carry = _run_superblock(model, plan, weights[name], declared[name], carry, of_block, superblock, spans)
     return carry
 
