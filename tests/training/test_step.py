@@ -86,11 +86,17 @@ def _plain_outputs(x, ids, masters, layer, gate_beta, linear_beta, implementatio
     return jnp.take_along_axis(outputs, jnp.minimum(ids, outputs.shape[1] - 1)[..., None], axis=1)
 
 
-def test_gradients_of_masters_are_those_of_the_plain_form(params, monkeypatch):
-    """Masters just made are on the MXFP4 grid, so that the form that never rounds has the same values and gradients."""
+@pytest.fixture(scope="module")
+def differentiated(params):
+    """Masters, a batch, a compiled function for loss and gradient, and what it gives there."""
     masters, batch = make_masters(params, Trainable()), random_batch(MODEL, 2, num_tokens=16, seed=1)
     differentiate = quick_jit(jax.value_and_grad(_loss_of))
-    loss, ours = differentiate(masters.trained, masters, batch)
+    return masters, batch, differentiate, differentiate(masters.trained, masters, batch)
+
+
+def test_gradients_of_masters_are_those_of_the_plain_form(differentiated, monkeypatch):
+    """Masters just made are on the MXFP4 grid, so that the form that never rounds has the same values and gradients."""
+    masters, batch, _, (loss, ours) = differentiated
     monkeypatch.setattr(moe_layer, "expert_outputs_from_masters", _plain_outputs)
     plain = quick_jit(jax.value_and_grad(lambda *args: _loss_of(*args)))
     plain_loss, wanted = plain(masters.trained, masters, batch)
@@ -102,10 +108,15 @@ def test_gradients_of_masters_are_those_of_the_plain_form(params, monkeypatch):
     experts = ours["stacks_0"]["experts_1"]
     assert all(float(jnp.abs(experts[name]).max()) > 0 for name in ("gate", "up", "down"))
 
-    # And they are slopes: along the gradient of all weights but the experts', which move in steps.
-    group = {name: value for name, value in ours["stacks_0"].items() if not name.startswith("experts")}
-    direction = jax.tree.map(jnp.zeros_like, ours) | {"lm_head": ours["lm_head"]}
-    direction["stacks_0"] = direction["stacks_0"] | group
+
+def test_gradients_are_slopes_of_the_loss(differentiated):
+    """Along the gradient of what stands behind the last choice of experts: a choice that changes is a jump."""
+    masters, batch, differentiate, (_, ours) = differentiated
+    direction = jax.tree.map(jnp.zeros_like, ours)
+    behind = direction["stacks_0"]["superblocks_0"]["layers_1"]["ffn"]
+    behind |= ours["stacks_0"]["superblocks_0"]["layers_1"]["ffn"]
+    direction |= {name: ours[name] for name in ("lm_head", "final_norm", "final_res_proj")}
+    direction["stacks_0"]["superblocks_0"]["layers_1"]["ffn"] = behind
     length = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(direction)))
     eps = 3e-3
 
@@ -113,7 +124,8 @@ def test_gradients_of_masters_are_those_of_the_plain_form(params, monkeypatch):
         moved = jax.tree.map(lambda m, d: m + sign * eps / length * d, masters.trained, direction)
         return float(differentiate(moved, masters, batch)[0])
 
-    assert (at(1) - at(-1)) / (2 * eps) == pytest.approx(length, rel=2e-2)  # curvature and float32 rounding of losses
+    # Losses near 4 are rounded to 5e-7, and eps**2 is left of the curvature.
+    assert (at(1) - at(-1)) / (2 * eps) == pytest.approx(length, rel=3e-3)
 
 
 def test_two_micro_batches_are_one_batch(params, run):
