@@ -46,6 +46,7 @@ def run(params):
     return states[0], states[1], states[-1], metrics
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_batch_falls(run):
     *_, metrics = run
     losses = [float(m.loss) for m in metrics]
@@ -53,6 +54,7 @@ def test_the_loss_of_a_batch_falls(run):
     assert losses[-1] < losses[0] - 0.5 and not any(m.skipped for m in metrics)
 
 
+@pytest.mark.slow
 def test_frozen_weights_keep_their_bits_and_trained_ones_move(run):
     begin, _, end, _ = run
     assert end.step == 12
@@ -94,6 +96,7 @@ def differentiated(params):
     return masters, batch, differentiate, differentiate(masters.trained, masters, batch)
 
 
+@pytest.mark.slow
 def test_gradients_of_masters_are_those_of_the_plain_form(differentiated, monkeypatch):
     """Masters just made are on the MXFP4 grid, so that the form that never rounds has the same values and gradients."""
     masters, batch, _, (loss, ours) = differentiated
@@ -109,6 +112,7 @@ def test_gradients_of_masters_are_those_of_the_plain_form(differentiated, monkey
     assert all(float(jnp.abs(experts[name]).max()) > 0 for name in ("gate", "up", "down"))
 
 
+@pytest.mark.slow
 def test_gradients_are_slopes_of_the_loss(differentiated):
     """Along the gradient of what stands behind the last choice of experts: a choice that changes is a jump."""
     masters, batch, differentiate, (_, ours) = differentiated
@@ -128,6 +132,7 @@ def test_gradients_are_slopes_of_the_loss(differentiated):
     assert (at(1) - at(-1)) / (2 * eps) == pytest.approx(length, rel=3e-3)
 
 
+@pytest.mark.slow
 def test_two_micro_batches_are_one_batch(params, run):
     _, once, _, (m1, *_) = run
     trainer = dataclasses.replace(TRAINER, micro_batches=2)
