@@ -22,15 +22,15 @@ def report():
 @pytest.mark.multidevice
 def test_training_steps_on_a_mesh_equal_those_on_one_device(report):
     wanted = report.pop("one device")
-    assert len(report) >= 3
+    assert report
     for mesh, found in report.items():
         assert found["tokens"] == wanted["tokens"], mesh
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6), mesh
         assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-5), mesh
         # Gradients pass through norms that enlarge a rounding of 1e-7; second moments are their squares.
-        assert found["worst"][1] < 1e-3, (mesh, found["worst"])
+        assert found["worst"][1] < 1e-4, (mesh, found["worst"])
         # Adam's first step has the size of the learning rate, whatever the gradient's: signs of near-zeros may differ.
-        assert found["second_loss"] == pytest.approx(wanted["second_loss"], rel=1e-4), mesh
+        assert found["second_loss"] == pytest.approx(wanted["second_loss"], rel=1e-5), mesh
 
 
 @pytest.mark.slow
@@ -38,6 +38,6 @@ def test_training_steps_on_a_mesh_equal_those_on_one_device(report):
 def test_masters_are_split_over_all_devices_before_and_after_a_step(report):
     for mesh, found in report.items():
         if mesh != "one device":
-            # Vectors and convolutions are copies, which weigh more in a model as small as this.
+            # Vectors and convolutions are copies.
             before, after = found["spread"]
-            assert before == after < 1.6, (mesh, found["spread"])
+            assert before == after < 1.2, (mesh, found["spread"])
