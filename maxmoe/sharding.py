@@ -4,7 +4,8 @@ Mesh axes: `data` for batch rows, `seq` for tokens of one sequence, `expert` for
 hidden columns. One table each says what lies where:
 
   weights      heads, vocabulary and FFN columns over `tensor`; experts over `expert`, `seq` and `tensor` together, as
-               far as their number divides, then their hidden width over what is left of these axes.
+               far as their number divides, then their hidden width over what is left of these axes. Training splits
+               what is left whole over all other axes: FSDP.
   activations  batch rows over `data` and `expert`, tokens over `seq`, heads over `tensor`, cache slots over `seq` and
                `tensor`: latent rows have no heads, so that `tensor` would otherwise hold copies of them.
 
@@ -37,6 +38,7 @@ ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
     axes.HEADS: ("tensor",),
     axes.VOCAB: ("tensor",),
     axes.SLOTS: ("seq", "tensor"),
+    axes.EMBED: ("tensor",),  # only of what training keeps between layers
 }
 
 
@@ -122,6 +124,26 @@ def split_experts(mesh: Mesh | AbstractMesh, config: MoEConfig) -> ExpertSplit:
     return ExpertSplit(tuple(expert_axes), tuple(hidden_axes))
 
 
+def fsdp_expert_axes(mesh: Mesh | AbstractMesh, config: MoEConfig) -> tuple[str, ...]:
+    """The mesh axes that `split_experts` leaves: training splits the experts' latent width over them, by MXFP4 groups.
+
+    A device can then pack its part of the masters on its own.
+    """
+    taken = {axis for part in split_experts(mesh, config) for axis in part}
+    return _dividing(mesh, taken, config.latent_dim // MXFP4_GROUP)
+
+
+def _dividing(mesh, taken, size):
+    """Mesh axes that are not taken, as many as divide a size together."""
+    used = []
+    for axis in MESH_AXES:
+        length = mesh.shape.get(axis, 1)
+        if length > 1 and axis not in taken and size % length == 0:
+            used.append(axis)
+            size //= length
+    return tuple(used)
+
+
 class ShardingRules:
     """How the weights of a model lie on a mesh.
 
@@ -134,11 +156,13 @@ class ShardingRules:
         """Takes the facts that the rules need.
 
         Args:
-          fsdp: For training: the width of the residual stream and of the experts' latent is split over `data` too, so
-            that no two devices hold the same part of a master weight or of an optimizer's state.
+          fsdp: For training: the width of the residual stream, or of a latent, is split over all axes that the weight's
+            other dimensions leave, as far as it divides, so that no two devices hold the same part of a master weight
+            or of an optimizer's state.
         Raises: What `split_experts` raises.
         """
         self.mesh, self.experts, self._fsdp = mesh, split_experts(mesh, config.moe), fsdp
+        self._fsdp_experts = fsdp_expert_axes(mesh, config.moe)
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int], weight: str) -> NamedSharding:
         """How one weight lies on the mesh.
@@ -150,7 +174,7 @@ class ShardingRules:
         """
         spec: list[Any] = []
         for name, size in zip(names, shape, strict=True):
-            used = self._axes(name, size)
+            used = self._axes(name)
             count = math.prod(self.mesh.shape[axis] for axis in used)
             if size % count:
                 raise ValueError(
@@ -159,16 +183,29 @@ class ShardingRules:
                 )
             taken = {axis for part in spec if part for axis in part}
             spec.append(used if used and not taken & set(used) else None)
+        if self._fsdp:
+            spec = self._spread(spec, names, shape)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def _axes(self, name, size):
+    def _spread(self, spec, names, shape):
+        """Gives the axes that a weight leaves to the width of the residual stream, or of a latent."""
+        if axes.EXPERT in names:
+            spec[names.index(axes.EXPERT_EMBED)] = self._fsdp_experts or None
+            return spec
+        taken = {axis for part in spec if part for axis in part}
+        for name in (axes.EMBED, axes.EXPERT_EMBED, axes.LATENT):
+            if name in names:
+                dim = names.index(name)
+                spec[dim] = _dividing(self.mesh, taken, shape[dim]) or None
+                taken |= set(spec[dim] or ())
+        return spec
+
+    def _axes(self, name):
         if name == axes.EXPERT:
             return self.experts.expert_axes
         if name == axes.EXPERT_MLP:
             return self.experts.hidden_axes
         axis = WEIGHT_RULES.get(name)
-        if self._fsdp and name in (axes.EMBED, axes.EXPERT_EMBED) and size % self.mesh.shape.get("data", 1) == 0:
-            axis = "data"
         return (axis,) if self.mesh.shape.get(axis, 1) > 1 else ()
 
 

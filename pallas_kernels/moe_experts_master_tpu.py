@@ -50,10 +50,23 @@ def quantised_forward(
     """
     packed = (leaf[None] for master in masters for leaf in quantise(lax.stop_gradient(master)))
     experts = kernels.Mxfp4Experts(*packed)
+    how = kernels.settings(x.shape[0], gate_beta, linear_beta, method, tiling, interpret)
+    return packed_forward(how, x, group_sizes, masters, experts)
+
+
+def packed_forward(
+    how: tuple, x: jax.Array, group_sizes: jax.Array, masters: MasterExperts, experts: kernels.Mxfp4Experts
+) -> jax.Array:
+    """`quantised_forward` of masters that are packed already.
+
+    Args:
+      how: What `moe_experts_tpu.settings` gives.
+      masters: Only their shapes and dtypes matter, and that they get the gradient.
+      experts: What they were packed to, as a stack of one layer.
+    """
     reason = kernels.moe_experts_tpu_refusal(x.shape, x.dtype, experts)
     if reason:
         raise NotImplementedError(reason)
-    how = kernels.settings(x.shape[0], gate_beta, linear_beta, method, tiling, interpret)
     return _ffn(how, x, MasterExperts(*masters), group_sizes, experts)
 
 

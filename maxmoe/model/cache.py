@@ -103,19 +103,26 @@ def make_cache(config: ModelConfig, batch: int, max_len: int, dtype: jnp.dtype) 
     """
     if batch < 1 or max_len < 1:
         raise ValueError(f"init_cache(batch={batch}, max_len={max_len}): both must be at least 1")
-    kda, mla, indexer = config.kda, config.mla, config.indexer
-
-    def entry(mixer: Mixer, count: int):
-        if mixer is Mixer.KDA:
-            conv = (count, batch, 3, kda.conv_width - 1, kda.num_heads, kda.head_dim)
-            state = (count, batch, kda.num_heads, kda.head_dim, kda.head_dim)
-            return KDACache(conv=jnp.zeros(conv, dtype), state=jnp.zeros(state, jnp.float32))
-        keys = None if indexer is None else jnp.zeros((count, batch, indexer.head_dim, max_len), dtype)
-        rows = empty_rows(count, batch, max_len, mla.kv_lora_rank, mla.cache_dim - mla.kv_lora_rank, dtype)
-        return MLACache(rows=rows, index_keys=keys)
-
-    stacks = tuple(tuple(entry(layer.mixer, stack.count) for layer in stack.layers) for stack in plan_stacks(config))
+    sizes = batch, max_len, dtype
+    stacks = tuple(
+        tuple(make_layer_cache(config, layer.mixer, stack.count, *sizes) for layer in stack.layers)
+        for stack in plan_stacks(config)
+    )
     return Cache(lengths=jnp.zeros(batch, jnp.int32), stacks=stacks)
+
+
+def make_layer_cache(
+    config: ModelConfig, mixer: Mixer, count: int, batch: int, max_len: int, dtype: jnp.dtype
+) -> KDACache | MLACache:
+    """The part of `make_cache` of one place in a stack of `count` superblocks."""
+    kda, mla, indexer = config.kda, config.mla, config.indexer
+    if mixer is Mixer.KDA:
+        conv = (count, batch, 3, kda.conv_width - 1, kda.num_heads, kda.head_dim)
+        state = (count, batch, kda.num_heads, kda.head_dim, kda.head_dim)
+        return KDACache(conv=jnp.zeros(conv, dtype), state=jnp.zeros(state, jnp.float32))
+    keys = None if indexer is None else jnp.zeros((count, batch, indexer.head_dim, max_len), dtype)
+    rows = empty_rows(count, batch, max_len, mla.kv_lora_rank, mla.cache_dim - mla.kv_lora_rank, dtype)
+    return MLACache(rows=rows, index_keys=keys)
 
 
 def cache_shardings(mesh: Mesh | AbstractMesh, cache: Cache) -> Cache:

@@ -14,13 +14,20 @@ from maxmoe import axes
 from maxmoe.config import MXFP4_GROUP, MoEConfig, SituConfig
 from maxmoe.ops import dispatch
 from maxmoe.ops.expert_exchange import choose_form, exchanged, gathered
-from maxmoe.ops.experts import ExpertWeights, expert_outputs, weighted_sum
+from maxmoe.ops.experts import (
+    ExpertMasters,
+    ExpertWeights,
+    expert_outputs,
+    expert_outputs_from_masters,
+    weighted_sum,
+)
 from maxmoe.ops.linear import linear
+from maxmoe.ops.mxfp4 import quantize
 from maxmoe.ops.norm import rms_norm
 from maxmoe.ops.router import route
 from maxmoe.ops.situ import situ_glu
 from maxmoe.params import declare, mxfp4_codes, mxfp4_scales, normal, ones, zeros
-from maxmoe.sharding import activation_axes, current_mesh, shard_map, split_experts
+from maxmoe.sharding import activation_axes, current_mesh, fsdp_expert_axes, shard_map, split_experts
 
 
 class DenseFFN(nn.Module):
@@ -82,21 +89,25 @@ class Routing(NamedTuple):
 def run_experts(
     situ: SituConfig,
     routing: Routing,
-    experts: ExpertWeights,
+    experts: ExpertWeights | ExpertMasters,
     layer: int | Array,
     places: Int[Array, "num_experts"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "N top_k latent"]:
-    """The outputs that `routing` asks for; see `expert_outputs`."""
+    """The outputs that `routing` asks for; see `expert_outputs`, and for masters `expert_outputs_from_masters`."""
     args = routing.latent, routing.ids, experts, layer, situ.gate_beta, situ.linear_beta
     with jax.named_scope("experts"):
         name = dispatch.for_op("expert_outputs", implementation)
+        if isinstance(experts, ExpertMasters):
+            return expert_outputs_from_masters(*args, implementation=name)
         return expert_outputs(*args, places=places, implementation=name)
 
 
 def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, implementation):
     """The weighted sums [N, latent] of the experts' outputs, each expert on the device that holds it."""
     split = split_experts(mesh, config)
+    of_masters = isinstance(experts, ExpertMasters)
+    fsdp = fsdp_expert_axes(mesh, config) if of_masters else ()
     batch, seq = (
         activation_axes(mesh, name, size) for name, size in zip((axes.BATCH, axes.TOKENS), rows_and_tokens, strict=True)
     )
@@ -107,7 +118,7 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
     exchange = gathered if form == "gathered" else functools.partial(exchanged, ragged=dispatch.platform() != "cpu")
     share = functools.partial(
         exchange,
-        compute=functools.partial(_expert_share, situ, implementation),
+        compute=functools.partial(_master_share if of_masters else _expert_share, situ, implementation),
         num_experts=config.num_experts,
         expert_axes=split.expert_axes,
         hidden_axes=split.hidden_axes,
@@ -116,12 +127,15 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
 
     def each_device(latent, ids, weights, experts, layer):
         flat = (a.reshape(-1, a.shape[-1]) for a in (latent, ids, weights))
+        if of_masters:
+            experts = _gather_packed(experts, fsdp)
         return share(*flat, operands=(experts, layer)).reshape(latent.shape)
 
     by_token = PartitionSpec(batch, seq)
-    into = PartitionSpec(None, split.expert_axes, split.hidden_axes)
-    out_of = PartitionSpec(None, split.expert_axes, None, split.hidden_axes)
-    in_specs = (by_token,) * 3 + (ExpertWeights(*[into] * 4, *[out_of] * 2), PartitionSpec())
+    into = PartitionSpec(None, split.expert_axes, split.hidden_axes, fsdp)
+    out_of = PartitionSpec(None, split.expert_axes, fsdp, split.hidden_axes)
+    of_one = len(experts) // 3  # arrays for each of gate, up and down
+    in_specs = (by_token,) * 3 + (type(experts)(*[into] * 2 * of_one, *[out_of] * of_one), PartitionSpec())
     tokens = (a.reshape(*rows_and_tokens, -1) for a in routing)
     with jax.named_scope("experts"):
         return shard_map(each_device, in_specs, by_token)(*tokens, experts, layer).reshape(latent.shape)
@@ -129,6 +143,30 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
 
 def _expert_share(situ, implementation, x, ids, experts, layer):
     return run_experts(situ, Routing(x, ids, None), experts, layer, implementation=implementation)
+
+
+def _gather_packed(masters, fsdp_axes):
+    """This device's experts whole: masters, of which only the gradient is used, and what they are packed to.
+
+    Devices exchange the packed form, a quarter of the bytes. The masters are gathered only in name: nothing reads
+    their values, and so their gradients are summed over devices in float32, each device getting its own part.
+    """
+    packed = tuple(leaf for master in masters for leaf in quantize(jax.lax.stop_gradient(master)))
+
+    def gather(leaf, axis):
+        return jax.lax.all_gather(leaf, fsdp_axes, axis=axis, tiled=True) if fsdp_axes else leaf
+
+    with jax.named_scope("gather_experts"):
+        packed = ExpertWeights(*(gather(leaf, 3 if i < 4 else 2) for i, leaf in enumerate(packed)))
+        wide = (gather(leaf.astype(jnp.float32), 3 if i < 2 else 2) for i, leaf in enumerate(masters))
+        return ExpertMasters(*wide), packed
+
+
+def _master_share(situ, implementation, x, ids, experts, layer):
+    masters, packed = experts
+    args = x, ids, masters, layer, situ.gate_beta, situ.linear_beta
+    with jax.named_scope("experts"):
+        return expert_outputs_from_masters(*args, packed=packed, implementation=implementation)
 
 
 class LatentMoE(nn.Module):
@@ -154,9 +192,17 @@ class LatentMoE(nn.Module):
         self.shared = DenseFFN(self.situ, d, c.shared_dim)
 
     def __call__(
-        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: ExpertWeights, layer: int | Array
+        self,
+        x: Float[Array, "B T D"],
+        real: Bool[Array, "B T"],
+        experts: ExpertWeights | ExpertMasters,
+        layer: int | Array,
     ) -> Float[Array, "B T D"]:
-        """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed."""
+        """Applies the FFN to every token with the experts of one layer. Padding, not `real`, is not routed.
+
+        Args:
+          experts: For training on a mesh masters of one layer, split as `ShardingRules` with `fsdp` says.
+        """
         routing = jax.lax.optimization_barrier(self.route(x, real))
         if (mesh := current_mesh()) is not None:
             # No barrier, so that the shared experts can run while tokens are on their way.

@@ -80,13 +80,13 @@ class Transformer(nn.Module):
         self, current: Float[Array, "B T D"], bank: Float[Array, "A B T D"], spans: Spans
     ) -> Float[Array, "B V"]:
         """The logits of `prefill` from what the last layer gave."""
-        return self._last_logits(self._hidden(current, bank), spans.lengths)
+        return self._last_logits(self.final_hidden(current, bank), spans.lengths)
 
     def end_decode(
         self, current: Float[Array, "B 1 D"], bank: Float[Array, "A B 1 D"], spans: Spans, max_len: int | None
     ) -> Float[Array, "B V"]:
         """The logits of `decode` from what the last layer gave, for a cache of `max_len` tokens."""
-        return self._kept_logits(self._hidden(current, bank), spans, max_len)
+        return self._kept_logits(self.final_hidden(current, bank), spans, max_len)
 
     def _run(self, method, ids, cache, spans):
         current, bank = self.begin(ids)
@@ -95,9 +95,10 @@ class Transformer(nn.Module):
             current, bank, caches = getattr(stack, method)(current, bank, caches, spans)
             new_stacks.append(caches)
         cache = constrain_cache(Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks)))
-        return self._hidden(current, bank), cache
+        return self.final_hidden(current, bank), cache
 
-    def _hidden(self, current, bank):
+    def final_hidden(self, current: Float[Array, "B T D"], bank: Float[Array, "A B T D"]) -> Float[Array, "B T D"]:
+        """What the head is applied to, from what the last layer gave."""
         c = self.config
         entries = c.num_attn_res_blocks
         current = mix(current, bank, entries, self.final_res_norm, self.final_res_proj, c.norm_eps)

@@ -118,6 +118,7 @@ def expert_outputs_from_masters(
     layer: int | Int[Array, ""],
     gate_beta: float,
     linear_beta: float,
+    packed: ExpertWeights | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "N k D"]:
     """`expert_outputs` of the masters packed by `mxfp4.quantize`, bit for bit; differentiable in x and in the masters.
@@ -130,19 +131,27 @@ def expert_outputs_from_masters(
 
     Args:
       masters: Only `layer` of them is read; the gradient of the others is 0.
+      packed: What the masters were packed to, where that is known. Only shape and dtype of masters then matter.
       implementation: See `dispatch.choose`; there is a kernel for TPU.
     Raises: ValueError if F or D is not a multiple of 32; NotImplementedError for a named kernel that cannot run.
     """
-    packed = jax.eval_shape(_packed, masters)
+    shapes = jax.eval_shape(_packed, masters)
     refusals = {
-        "pallas_tpu": lambda: _tpu().moe_experts_tpu_refusal((expert_ids.size, x.shape[1]), x.dtype, packed),
+        "pallas_tpu": lambda: _tpu().moe_experts_tpu_refusal((expert_ids.size, x.shape[1]), x.dtype, shapes),
         "pallas_gpu": lambda: "no GPU kernel takes masters; pack them for inference, and call expert_outputs",
     }
     chosen = dispatch.choose("expert_outputs", implementation, refusals)
     expert_ids, layer = expert_ids.astype(jnp.int32), jnp.asarray(layer, jnp.int32)
     if chosen == "pallas_tpu":
-        return _in_rows(_tpu_masters_kernel, (gate_beta, linear_beta), x, expert_ids, masters, layer)
-    return _outputs((chosen, gate_beta, linear_beta), x, expert_ids, masters, layer, None)
+        kernel = functools.partial(_tpu_masters_kernel, packed)
+        return _in_rows(kernel, (gate_beta, linear_beta), x, expert_ids, masters, layer)
+    experts = masters if packed is None else _PackedMasters(packed, masters)
+    return _outputs((chosen, gate_beta, linear_beta), x, expert_ids, experts, layer, None)
+
+
+class _PackedMasters(NamedTuple):
+    packed: ExpertWeights
+    masters: ExpertMasters
 
 
 def _packed(masters):
@@ -178,7 +187,8 @@ def _outputs_forward(how, *args):
 def _outputs_backward(how, saved, d_outputs):
     """Gradients of x, and of masters where the experts are masters; by blocks, as the forward pass."""
     x, expert_ids, experts, layer, places = saved
-    betas, of_masters = how[1:], isinstance(experts, ExpertMasters)
+    masters = experts.masters if isinstance(experts, _PackedMasters) else experts
+    betas, of_masters = how[1:], isinstance(masters, ExpertMasters)
     plan, block_weights, per_step = _prepare(x, expert_ids, experts, layer, places)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -203,15 +213,16 @@ def _outputs_backward(how, saved, d_outputs):
             sums = tuple(total.at[chosen[step]].add(d, mode="drop") for total, d in zip(sums, new, strict=True))
         return d_rows.at[step].set(d_x.astype(x.dtype)), sums
 
-    sums = tuple(jnp.zeros(leaf.shape[1:], jnp.float32) for leaf in experts) if of_masters else ()
+    sums = tuple(jnp.zeros(leaf.shape[1:], jnp.float32) for leaf in masters) if of_masters else ()
     steps_in_use = jnp.sum(chosen[:, 0] < plan.num_experts)
     d_rows = jnp.zeros((*assignments.shape, x.shape[1]), x.dtype)
     d_rows, sums = jax.lax.fori_loop(0, steps_in_use, one_step, (d_rows, sums))
     d_x = _sum_of_assignments(d_rows.reshape(-1, x.shape[1]), plan.slots, plan.named)
     if not of_masters:
         return d_x, None, None, None, None
-    d_masters = (jnp.zeros_like(m).at[layer].set(d.astype(m.dtype)) for m, d in zip(experts, sums, strict=True))
-    return d_x, None, ExpertMasters(*d_masters), None, None
+    d_masters = (jnp.zeros_like(m).at[layer].set(d.astype(m.dtype)) for m, d in zip(masters, sums, strict=True))
+    d_masters = ExpertMasters(*d_masters)
+    return d_x, None, d_masters if experts is masters else _PackedMasters(None, d_masters), None, None
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward)
@@ -219,6 +230,7 @@ _outputs.defvjp(_outputs_forward, _outputs_backward)
 
 def _prepare(x, expert_ids, experts, layer, places):
     """The plan of blocks, block_weights(experts of a step) -> their packed weights, and the blocks of a step."""
+    experts = experts.packed if isinstance(experts, _PackedMasters) else experts
     num_experts, expert_dim = experts[0].shape[1:3]
     if places is not None:
         num_experts = places.shape[0]
@@ -363,11 +375,15 @@ def _tpu_kernel(rows, group_sizes, experts, layer, *betas):
     return _tpu().moe_experts_tpu(rows, group_sizes, _tpu().Mxfp4Experts(*experts), layer, *betas)
 
 
-def _tpu_masters_kernel(rows, group_sizes, masters, layer, *betas):
-    from pallas_kernels.moe_experts_master_tpu import MasterExperts, quantised_forward
+def _tpu_masters_kernel(packed, rows, group_sizes, masters, layer, *betas):
+    from pallas_kernels.moe_experts_master_tpu import MasterExperts, packed_forward, quantised_forward
 
     of_layer = MasterExperts(*(leaf[layer] for leaf in masters))
-    return quantised_forward(rows, group_sizes, of_layer, mxfp4.quantize, *betas)
+    if packed is None:
+        return quantised_forward(rows, group_sizes, of_layer, mxfp4.quantize, *betas)
+    of_packed = _tpu().Mxfp4Experts(*(leaf[layer][None] for leaf in packed))
+    how = _tpu().settings(rows.shape[0], *betas, None, None, None)
+    return packed_forward(how, rows, group_sizes, of_layer, of_packed)
 
 
 def _gpu_kernel(rows, group_sizes, experts, layer, *betas):

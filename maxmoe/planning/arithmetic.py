@@ -6,12 +6,13 @@ from typing import Any
 
 from maxmoe.model.transformer import Transformer
 from maxmoe.planning.bound import Bound, roofline
-from maxmoe.planning.capacity import Capacity, capacity
+from maxmoe.planning.capacity import Capacity, capacity, training_capacity
 from maxmoe.planning.chips import Topology
 from maxmoe.planning.hlo import Collective
 from maxmoe.planning.network import expected_collectives
 from maxmoe.planning.placement import abstract_mesh, placed_cache, placed_params
 from maxmoe.planning.work import Work, needed_work
+from maxmoe.training.step import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ def arithmetic(question: Question, mesh_sizes: Mapping[str, int]) -> Arithmetic:
         cache = placed_cache(question.model, mesh, question.batch, question.context, question.cache_dtype)
     held = capacity(params, cache)
     work = needed_work(config, params, held, mesh, question.phase, question.batch, question.context, question.chunk)
+    if question.phase == "train":
+        held = training_capacity(Trainer(model=question.model).abstract_state(mesh))
     exchanged = expected_collectives(config, question.topology, mesh, question.phase, question.batch, question.chunk)
     bound = roofline(question.topology, work.flops, work.unavoidable_bytes, exchanged)
     return Arithmetic(capacity=held, work=work, collectives=tuple(exchanged), bound=bound)

@@ -1,4 +1,4 @@
-"""How many bytes each device keeps between steps: weights and caches, as their declarations and shardings say."""
+"""How many bytes each device keeps between steps: weights, caches, optimizer, as declarations and shardings say."""
 
 import dataclasses
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 
 from maxmoe.model.cache import Cache, KDACache, MLACache
 from maxmoe.planning.placement import device_bytes
+from maxmoe.training.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,7 @@ class Capacity:
     """Bytes on one device.
 
     Attributes:
+      weights_bytes: As the step takes them; of training the masters.
       expert_bytes: The part of the weights that routed experts take.
       state_bytes: The part of the cache that does not grow with the context: recurrent and conv state.
       key_bytes: The part that is index keys.
@@ -25,6 +27,7 @@ class Capacity:
     state_bytes: int
     key_bytes: int
     row_bytes: int
+    optimizer_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -34,7 +37,7 @@ class Capacity:
     @property
     def resident_bytes(self) -> int:
         """What must fit before anything is computed."""
-        return self.weights_bytes + self.cache_bytes
+        return self.weights_bytes + self.optimizer_bytes + self.cache_bytes
 
     def sequences_that_fit(self, left_bytes: float, local_sequences: float) -> int:
         """How many more sequences of the same context the left bytes of each device hold, over the whole mesh.
@@ -66,6 +69,12 @@ def capacity(params: Any, cache: Cache | None) -> Capacity:
     return Capacity(
         weights_bytes=sum(size for _, size in sizes), expert_bytes=sum(size for mine, size in sizes if mine), **parts
     )
+
+
+def training_capacity(state: TrainState) -> Capacity:
+    """Adds up a placed training state."""
+    held = capacity(state.masters, None)
+    return dataclasses.replace(held, optimizer_bytes=sum(map(device_bytes, jax.tree.leaves(state.optimizer))))
 
 
 def is_expert(path: Any) -> bool:

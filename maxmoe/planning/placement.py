@@ -14,6 +14,7 @@ from maxmoe import axes, sharding
 from maxmoe.model.cache import Cache, cache_shardings, make_cache
 from maxmoe.model.transformer import Transformer
 from maxmoe.params import abstract_params
+from maxmoe.training.step import Batch
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -56,6 +57,13 @@ def placed_rows(mesh: Mesh | AbstractMesh, *shape: int) -> jax.ShapeDtypeStruct:
     """Int32 values of a step, [B] or [B, T], split as activations are."""
     spec = sharding.activation_spec(mesh, (axes.BATCH, axes.TOKENS)[: len(shape)], shape)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+
+def placed_batch(mesh: Mesh | AbstractMesh, batch: int, num_tokens: int) -> Batch:
+    """What a training step is given, split as activations are."""
+    rows = placed_rows(mesh, batch, num_tokens)
+    mask = jax.ShapeDtypeStruct(rows.shape, jnp.bool_, sharding=rows.sharding)
+    return Batch(ids=rows, lengths=placed_rows(mesh, batch), mask=mask)
 
 
 def token_axes(mesh: Mesh | AbstractMesh, batch: int, chunk: int) -> tuple[str, ...]:

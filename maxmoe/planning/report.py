@@ -34,6 +34,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "weights_bytes": held.weights_bytes,
         "expert_bytes": held.expert_bytes,
+        "optimizer_bytes": held.optimizer_bytes,
         "cache_bytes": held.cache_bytes,
         "state_bytes": held.state_bytes,
         "index_key_bytes": held.key_bytes,
@@ -166,6 +167,7 @@ def memory_parts(plan: Plan) -> list[tuple[str, int | None]]:
     return [
         ("weights: routed experts", held.expert_bytes),
         ("weights: the rest", held.weights_bytes - held.expert_bytes),
+        ("optimizer", held.optimizer_bytes or None),
         ("cache: state that does not grow", held.state_bytes),
         ("cache: index keys", held.key_bytes),
         ("cache: latent rows", held.row_bytes),
@@ -235,7 +237,7 @@ def plot(path: Path, plan: Plan) -> None:
     FigureCanvasAgg(figure)
     memory, time = figure.subplots(2, 1, height_ratios=(1, 1.3))
     start = 0.0
-    for name, size in memory_parts(plan)[:7]:
+    for name, size in memory_parts(plan)[:8]:
         if size:
             memory.barh(0, size / GIB, left=start, label=f"{name} {size / GIB:.2f}")
             start += size / GIB

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from maxmoe.inference import steps
 from maxmoe.model.transformer import Transformer
-from maxmoe.planning.placement import placed_cache, placed_params, placed_rows
+from maxmoe.planning.placement import placed_batch, placed_cache, placed_params, placed_rows
+from maxmoe.training.step import Trainer
 
 
 class Step(NamedTuple):
@@ -25,11 +26,14 @@ def step_to_compile(
     """The step of a phase, with every argument placed on a mesh.
 
     Args:
-      context: Tokens that the cache has room for.
+      context: Tokens that the cache has room for; of each sequence, where training.
       chunk: Tokens per sequence that a prefill step appends.
       dtype: Of what the cache keeps per token.
     Raises: ValueError if something does not divide over the mesh; NotImplementedError for a phase without a step.
     """
+    if phase == "train":
+        trainer = Trainer(model=model)
+        return Step(trainer.step, (trainer.abstract_state(mesh), placed_batch(mesh, batch, context)), (0,))
     params = placed_params(model, mesh)
     cache = placed_cache(model, mesh, batch, context, dtype)
     if phase == "decode":
@@ -45,7 +49,7 @@ def step_to_compile(
 
         return Step(prefill, (params, placed_rows(mesh, batch, chunk), cache, placed_rows(mesh, batch)), (2,))
     raise NotImplementedError(
-        f"phase {phase!r}: maxmoe has no such step yet; phases that compile are decode and prefill"
+        f"phase {phase!r}: maxmoe has no such step yet; phases that compile are decode, prefill and train"
     )
 
 

@@ -16,7 +16,7 @@ from maxmoe.model.cache import cache_bytes
 from maxmoe.model.transformer import Transformer
 from maxmoe.params import abstract_params, count_bytes
 from maxmoe.planning import hlo, targets
-from maxmoe.planning.capacity import Capacity, capacity
+from maxmoe.planning.capacity import Capacity, capacity, training_capacity
 from maxmoe.planning.chips import parse_topology
 from maxmoe.planning.placement import (
     abstract_mesh,
@@ -27,6 +27,7 @@ from maxmoe.planning.placement import (
     token_axes,
 )
 from maxmoe.sharding import make_mesh
+from maxmoe.training.step import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, FULL = (Transformer(load_config(ROOT / f"configs/{name}.py")) for name in ("tiny", "k3_1_pro"))
@@ -49,6 +50,16 @@ def test_one_device_holds_the_whole_model():
     assert held.expert_bytes == 92 * 896 * 3 * 3072 * 3584 * 17 // 32  # four bits each, and a byte for every 32
     assert held.cache_bytes == cache_bytes(FULL.config, 2, 65_536, jnp.bfloat16)
     assert held.row_bytes == 24 * 2 * 65_536 * 576 * 2 and held.key_bytes == 24 * 2 * 65_536 * 128 * 2
+
+
+def test_training_keeps_masters_and_optimizer_once_over_all_devices():
+    """bfloat16 masters, and four bytes of momentum for each that Muon moves: all experts, for example."""
+    state = Trainer(model=FULL).abstract_state(abstract_mesh({"data": 8, "expert": 32, "tensor": 4}))
+    held = training_capacity(state)
+    experts = 92 * 896 * 3 * 3072 * 3584
+    assert held.expert_bytes == 2 * experts // 1024 and held.cache_bytes == 0
+    assert 4 * experts // 1024 < held.optimizer_bytes < 2.01 * held.weights_bytes
+    assert held.resident_bytes == held.weights_bytes + held.optimizer_bytes
 
 
 def _print_bytes_on_cpu():
