@@ -1,7 +1,7 @@
 """What K3.1-Pro at full size needs on whole slices: each step compiled ahead of time, and the README's table of them.
 
     python tools/plan_table.py --results plan_results.json --readme README.md
-    python tools/plan_table.py --results plan_results.json --readme README.md --only v5p:4x4x4,tpu7x:4x4x2
+    python tools/plan_table.py --results plan_results.json --readme README.md --only 'decode v5p,prefill tpu7x'
 
 Every row is one run of `python -m maxmoe.plan` in a process of its own, whose wall time and peak memory are the row's.
 A row that fails or does not fit stands in the table with the reason. Rows that are not asked for again by --only keep
@@ -61,11 +61,11 @@ class Row:
 ROWS = (
     Row(phase="decode", topology="v5p:4x4x4", mesh="expert=2,tensor=32", batch=64),
     Row(phase="decode", topology="v5p:4x4x8", mesh="expert=4,tensor=32", batch=64),
-    Row(phase="decode", topology="v6e:16x16", mesh="expert=8,tensor=32", batch=64),
+    Row(phase="decode", topology="v6e:16x16", mesh="seq=2,expert=4,tensor=32", batch=64),
     Row(phase="decode", topology="tpu7x:4x4x2", mesh="expert=2,tensor=32", batch=64),
     Row(phase="decode", topology="h200:128", mesh="expert=4,tensor=32", batch=64, implementation="pallas_gpu"),
-    Row(phase="prefill", topology="v5p:4x4x8", mesh="seq=4,tensor=32", batch=1),
-    Row(phase="prefill", topology="tpu7x:4x4x4", mesh="seq=4,tensor=32", batch=1),
+    Row(phase="prefill", topology="v5p:4x4x8", mesh="seq=8,tensor=16", batch=1),
+    Row(phase="prefill", topology="tpu7x:4x4x4", mesh="seq=8,tensor=16", batch=1),
     Row(phase="train", topology="v5p:8x8x16", mesh="data=8,expert=32,tensor=4", batch=256, context=8192),
 )
 
@@ -75,9 +75,10 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     values = flags.FLAGS
-    rows = [row for row in ROWS if not values.only or row.topology in values.only]
+    rows = [row for row in ROWS if not values.only or any(row.name.startswith(part) for part in values.only)]
     if not rows:
-        raise app.UsageError(f"--only={values.only}: no row has such a topology; rows: {[r.topology for r in ROWS]}")
+        names = "\n".join(row.name for row in ROWS)
+        raise app.UsageError(f"--only={','.join(values.only)}: no row's name begins so. The rows:\n{names}")
     results_file = Path(values.results)
     results = json.loads(results_file.read_text(encoding="utf-8")) if results_file.exists() else {}
     for row in rows:
@@ -168,7 +169,7 @@ def with_table(text: str, rows: str) -> str:
 def _define_flags() -> None:
     flags.DEFINE_string("results", "plan_results.json", "File for all that was found; rows not run again keep theirs.")
     flags.DEFINE_string("readme", None, "File whose table is rewritten between its markers.")
-    flags.DEFINE_list("only", [], "Topologies whose rows are run. Default: all.")
+    flags.DEFINE_list("only", [], "How the names of the rows begin that are run. Default: all.")
     flags.DEFINE_string("gpu_python", sys.executable, "A Python that has jax[cuda13], for rows of GPUs.")
     flags.DEFINE_integer("timeout_s", 1800, "Seconds after which a row is stopped.", lower_bound=1)
 
