@@ -148,8 +148,7 @@ def as_text(plan: Plan) -> str:
         "",
         "work of each device and step",
         f"  {'experts that some token chooses':36}{work.touched_experts:>10.1%}",
-        f"  {'bytes that must move':36}{work.unavoidable_bytes:>10.3e}"
-        + _over(moved, work.unavoidable_bytes),
+        f"  {'bytes that must move':36}{work.unavoidable_bytes:>10.3e}" + _over(moved, work.unavoidable_bytes),
         f"  {'FLOPs that are needed':36}{work.flops:>10.3e}" + _over(plan.flops, work.flops),
         "",
         *_bound_rows("what the chip's ratings allow", plan.bound, question.tokens),
