@@ -6,6 +6,7 @@ otherwise once, and `unknown_trips` says so. Both branches of a condition count.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -142,11 +143,8 @@ def called_computations(operation: Operation) -> dict[str, str]:
 
 def operand_names(operation: Operation) -> list[str]:
     """Of the operands, in order."""
-    depth, end = 1, 0
-    for end, char in enumerate(operation.rest):
-        depth += (char == "(") - (char == ")")
-        if not depth:
-            break
+    depths = itertools.accumulate(((char == "(") - (char == ")") for char in operation.rest), initial=1)
+    end = next((place for place, depth in enumerate(depths) if not depth), None)
     return re.findall(r"%[\w.\-]+", operation.rest[:end])
 
 
@@ -243,6 +241,7 @@ def _groups(rest: str, num_devices: int) -> np.ndarray:
 
 
 def source(rest: str) -> str:
+    """The end of the name of the JAX operation that an operation comes from; `rest` are its operands and attributes."""
     found = re.search(r'op_name="([^"]*)"', rest)
     parts = [part for part in found[1].split("/") if part not in ("while", "body", "closed_call")] if found else []
     return "/".join(parts[-3:])

@@ -7,7 +7,7 @@ import pytest
 from tools import plan_table
 from tools.plan_table import BEGIN, END, Row
 
-ROW = Row(phase="decode", topology="v5p:4x4x4", mesh="expert=2,tensor=32", batch=64)
+ROW = Row(phase="decode", topology="v5p:4x4x4", mesh="tensor=64", batch=64)
 GIB = 2**30
 RESULT = {
     "fits": True,
@@ -41,7 +41,7 @@ def test_table_shows_what_fits_what_does_not_and_what_failed(monkeypatch):
     failed = {"failure": "no such | step", "wall_s": 3.0, "host_peak_bytes": GIB}
     found = plan_table.table({ROW.name: RESULT, others[0].name: too_large, others[1].name: failed})
     assert found.splitlines()[2:] == [
-        "| decode, batch 64 | v5p:4x4x4, expert=2,tensor=32 | 34.00 | 33.00 | 0.12 | 68.0 of 95.0 | 1.27 | 181 s | 1.4 |",
+        "| decode, batch 64 | v5p:4x4x4, tensor=64 | 34.00 | 33.00 | 0.12 | 68.0 of 95.0 | 1.27 | 181 s | 1.4 |",
         "| decode, batch 1 | v6e:4x4, expert=16 | 34.00 | 33.00 |  | 120.0 of 95.0: does not fit |  | 181 s | 1.4 |",
         "| prefill, batch 1 | v6e:4x4, expert=16 | no such / step | | | | | 3 s | 1.0 |",
         "| train, batch 1 | v6e:4x4, expert=16 | not run | | | | |  |  |",
