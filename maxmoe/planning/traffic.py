@@ -15,7 +15,7 @@ from maxmoe.planning import hlo
 _FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all",
     "optimization-barrier", "partition-id", "replica-id", "async-start", "async-update", "async-done", "domain",
-    "add-dependency", "custom-call-start", "custom-call-done",
+    "add-dependency",
 }  # fmt: skip
 _VIEWS = {"bitcast", "reshape", "transpose", "copy", "convert"}  # inside a fusion, of an operand or a result
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -74,6 +74,11 @@ def _moved(program, by_name, operation):
     if opcode == "fusion":
         inside = program.computations[hlo.called_computations(operation)["calls"]]
         return _fusion(program, inside, operands, operation)
+    if opcode.removesuffix("-start") in _SLICES and opcode.endswith("-start"):  # operands, result, context
+        size, in_hbm = hlo.arrays(operation.result)[len(operands)]
+        return size * (in_hbm + (_hbm_bytes(operands[0]) > 0))
+    if opcode == "call-update":  # either it or its start is given the operands
+        return _hbm_bytes(operation) if len(operands) > 1 else 0
     if opcode.endswith("-start"):  # the result names the operands once more
         return _hbm_bytes(operation)
     if opcode in _SLICES:
