@@ -55,8 +55,15 @@ HloModule jit_f
 
 ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
   %a = f32[8,128]{HBM} parameter(0)
+  %wide = f32[64,128]{HBM} parameter(1)
+  %few = f32[4,128]{HBM} parameter(2)
+  %rows = s32[8]{{0}} parameter(3)
   %far = (f32[8,128]{VMEM}, f32[8,128]{HBM}, u32[]{{:S(2)}}) copy-start(%a)
   %near = f32[8,128]{VMEM} copy-done(%far)
+  %part = ((f32[64,128]{HBM}), f32[8,128]{VMEM}, u32[]{{:S(2)}}) slice-start(%wide), slice={{[0:8], [0:128]}}
+  %begun = ((), (), (s32[1]{{0:T(128)S(2)}})) call-start(), to_apply=%elsewhere
+  %given = ((f32[4,128]{HBM}, s32[8]{{0}}), f32[8,128]{HBM}) call-update(%begun, %few, %rows), to_apply=%elsewhere
+  %done = f32[8,128]{HBM} call-done(%given)
   %loop = (s32[], f32[8,128]) while(%t0), condition=%cond, body=%body
   %kernel = f32[8,128]{HBM} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={{\
 "cost_estimate":{{"flops":"5","bytes_accessed":"77"}}}}
@@ -71,6 +78,8 @@ def test_moves_counts_slices_updates_and_loops_and_not_what_stays_on_the_chip():
         Move(3 * (layer + small), 3, "fusion", "jit(f)/dot"),
         Move(3 * (row + row + row), 3, "fusion", ""),  # the row is read, put into the cache, and doubled
         Move(small, 1, "copy-start", ""),  # the copy on the chip costs nothing
+        Move(small, 1, "slice-start", ""),  # not all that is sliced from
+        Move(small // 2 + 8 * 4 + small, 1, "call-update", ""),  # on another core of the chip: rows gathered
         Move(77, 1, "kernel", ""),  # what its author said
         Move(2 * small, 1, "add", ""),
         Move(3 * (1 + 2 * 4), 3, "compare", ""),
