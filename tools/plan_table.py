@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(row: Row, python: str, timeout_s: int) -> dict[str, Any]:
-    """One row's result: what the plan says, `wall_s`, `host_peak_bytes`; or `failure` instead of the plan."""
+    """One row's result: what the plan says, `wall_s`, `cpu_s`, `host_peak_bytes`; or `failure` instead of the plan."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "plan.json"), Path(folder, "log")
         began = time.monotonic()
@@ -101,7 +101,11 @@ def run(row: Row, python: str, timeout_s: int) -> dict[str, Any]:
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             process = subprocess.Popen(row.command(python, file), stdout=out, stderr=out, env=environment)
             usage = _wait(process, began + timeout_s)
-        result = {"wall_s": time.monotonic() - began, "host_peak_bytes": usage.ru_maxrss * 1024}
+        result = {
+            "wall_s": time.monotonic() - began,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "host_peak_bytes": usage.ru_maxrss * 1024,
+        }
         if file.exists():
             return json.loads(file.read_text(encoding="utf-8")) | result
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
@@ -137,7 +141,9 @@ def table_line(row: Row, result: dict[str, Any]) -> str:
     """One row in Markdown."""
     where = f"{row.topology}, {row.mesh}"
     step = f"{row.phase}, batch {row.batch}"
-    took = f"{result['wall_s']:.0f} s | {result['host_peak_bytes'] / GIB:.1f}" if "wall_s" in result else " | "
+    took = " | "
+    if "wall_s" in result:
+        took = f"{result['wall_s']:.0f} s, CPU {result['cpu_s']:.0f} s | {result['host_peak_bytes'] / GIB:.1f}"
     if "failure" in result:
         return f"| {step} | {where} | {result['failure'].replace('|', '/')} | | | | | {took} |"
     peak = f"{result['peak_bytes'] / GIB:.1f} of {result['hbm_bytes'] / GIB:.1f}" if result["peak_bytes"] else "unknown"

@@ -100,7 +100,7 @@ class Program:
     def fused(self) -> set[str]:
         """Computations whose operations are parts of one fusion."""
         operations = [op for ops in self.computations.values() for op in ops]
-        return {called_computations(op)["calls"] for op in operations if op.opcode == "fusion"}
+        return {called_computations(op)["calls"] for op in operations if op.opcode in ("fusion", "fusion-start")}
 
     def _calls(self, operation):
         attributes = called_computations(operation)

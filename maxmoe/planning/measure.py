@@ -45,6 +45,7 @@ class Measured:
       refused_bytes: What that program would need, by the same message.
       flops: Of the whole program with the bodies of its loops once; None where there is no estimate.
       moves: To and from HBM, with loops as often as they run; see `traffic`.
+      silent_kernels: Those of which nobody knows what they move.
       cycles: The compiler's own estimate with loops as often as they run; kernels and what it cannot estimate left out.
       collectives: With loops as often as they run.
       unknown_trips: Loops that are counted once because the text does not tell more.
@@ -57,6 +58,7 @@ class Measured:
     refused_bytes: int | None = None
     flops: float | None = None
     moves: tuple[traffic.Move, ...] = ()
+    silent_kernels: tuple[str, ...] = ()
     cycles: int | None = None
     collectives: tuple[hlo.Collective, ...] = ()
     unknown_trips: int = 0
@@ -64,8 +66,8 @@ class Measured:
 
     @property
     def bytes_accessed(self) -> float | None:
-        """What moves to and from HBM in one step; None for a program that does not fit."""
-        return None if self.memory is None else sum(move.bytes for move in self.moves)
+        """What moves to and from HBM in one step; None for a program that does not fit or has silent kernels."""
+        return None if self.memory is None or self.silent_kernels else sum(move.bytes for move in self.moves)
 
 
 def measure(compile_step: Callable[[], jax.stages.Compiled], num_devices: int, node_size: int = 0) -> Measured:
@@ -100,6 +102,7 @@ def measure(compile_step: Callable[[], jax.stages.Compiled], num_devices: int, n
         compile_s=seconds,
         flops=costs.get("flops"),
         moves=tuple(traffic.moves(program)),
+        silent_kernels=tuple(sorted(traffic.silent_kernels(program))),
         cycles=hlo.estimated_cycles(program),
         collectives=tuple(hlo.collectives(program, num_devices, node_size)),
         unknown_trips=program.unknown_trips,

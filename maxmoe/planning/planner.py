@@ -85,9 +85,9 @@ class Plan:
     @property
     def compiled_bound(self) -> Bound | None:
         """Of the program as compiled: the bytes that it moves, and its FLOPs by the compiler's estimate."""
-        if self.measured is None or self.flops is None:
+        moved = None if self.measured is None else self.measured.bytes_accessed
+        if moved is None or self.flops is None:
             return None
-        moved = self.measured.bytes_accessed
         return roofline(self.question.topology, self.flops, moved, self.measured.collectives)
 
 

@@ -57,6 +57,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "unavoidable_bytes": work.unavoidable_bytes,
         "bytes_over_unavoidable": _ratio(moved, work.unavoidable_bytes),
         "moves": [move._asdict() for move in (plan.measured.moves if plan.measured else ())[:NUM_MOVES]],
+        "silent_kernels": plan.measured.silent_kernels if plan.measured else (),
         "touched_experts": work.touched_experts,
         "estimated_cycles": plan.measured.cycles if plan.measured else None,
         "largest_results": [

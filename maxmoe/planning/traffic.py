@@ -48,6 +48,12 @@ def moves(program: hlo.Program) -> list[Move]:
     return sorted(listed, key=lambda move: -move.bytes)
 
 
+def silent_kernels(program: hlo.Program) -> set[str]:
+    """Where kernels come from that tell the compiler nothing of what they move: what `moves` gives is then no sum."""
+    kernels = [operation for operation, _ in program.operations() if "__gpu$xla.gpu" in operation.rest]
+    return {hlo.source(kernel.rest) for kernel in kernels if _told(kernel) is None}
+
+
 def _kind(operation):
     return "kernel" if _told(operation) is not None else operation.opcode
 
@@ -71,11 +77,13 @@ def _moved(program, by_name, operation):
     if (told := _told(operation)) is not None:
         return told
     operands = [by_name[name] for name in hlo.operand_names(operation) if name in by_name]
+    results = hlo.arrays(operation.result)
     if opcode == "fusion":
-        inside = program.computations[hlo.called_computations(operation)["calls"]]
-        return _fusion(program, inside, operands, operation)
+        return _fusion(program, operation, operands, results)
+    if opcode == "fusion-start":  # operands, results, context
+        return _fusion(program, operation, operands, results[len(operands) : -1])
     if opcode.removesuffix("-start") in _SLICES and opcode.endswith("-start"):  # operands, result, context
-        size, in_hbm = hlo.arrays(operation.result)[len(operands)]
+        size, in_hbm = results[len(operands)]
         return size * (in_hbm + (_hbm_bytes(operands[0]) > 0))
     if opcode == "call-update":  # either it or its start is given the operands
         return _hbm_bytes(operation) if len(operands) > 1 else 0
@@ -94,22 +102,27 @@ def _size(operation):
     return sum(size for size, _ in hlo.arrays(operation.result))
 
 
-def _fusion(program, inside, operands, fusion):
+def _fusion(program, fusion, operands, results):
+    inside = program.computations[hlo.called_computations(fusion)["calls"]]
     by_name = {operation.name: operation for operation in inside}
-    parameters = {int(op.rest.split(")")[0]): op for op in inside if op.opcode == "parameter"}
+    parameters = _parameters(inside)
     moved = 0
     for number, operand in enumerate(operands):
         if whole := _hbm_bytes(operand):
             moved += min(whole, _read(program, inside, parameters[number].name))
-    results = hlo.arrays(fusion.result)
     root = inside[-1]
     roots = [by_name[name] for name in hlo.operand_names(root)] if root.opcode == "tuple" else [root]
     if len(roots) != len(results):  # one operation with several results, such as a sort
-        return moved + _hbm_bytes(fusion)
+        return moved + sum(size for size, in_hbm in results if in_hbm)
     for (size, in_hbm), made in zip(results, roots, strict=True):
         if in_hbm:
             moved += min(size, _written(program, by_name, made))
     return moved
+
+
+def _parameters(computation):
+    """By their numbers."""
+    return {int(op.rest.split(")")[0]): op for op in computation if op.opcode == "parameter"}
 
 
 def _read(program, inside, name):
@@ -128,8 +141,7 @@ def _read(program, inside, name):
                 total += 0
             elif user.opcode == "fusion":
                 called = program.computations[hlo.called_computations(user)["calls"]]
-                parameters = {int(op.rest.split(")")[0]): op for op in called if op.opcode == "parameter"}
-                total += _read(program, called, parameters[place].name)
+                total += _read(program, called, _parameters(called)[place].name)
             elif user.opcode != "tuple":
                 return _size(next(op for op in inside if op.name == name))
     return total

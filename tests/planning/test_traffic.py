@@ -8,7 +8,7 @@ import pytest
 
 from maxmoe.planning import hlo, targets
 from maxmoe.planning.chips import parse_topology
-from maxmoe.planning.traffic import Move, moves
+from maxmoe.planning.traffic import Move, moves, silent_kernels
 from maxmoe.sharding import make_mesh
 
 HBM, VMEM = "{1,0:T(8,128)}", "{1,0:T(8,128)S(1)}"
@@ -50,6 +50,8 @@ HloModule jit_f
   %row = f32[1,128]{HBM} get-tuple-element(%p), index=4
   %f = f32[8,128]{HBM} fusion(%a, %w, %j), kind=kOutput, calls=%product, metadata={{op_name="jit(f)/while/body/dot"}}
   %g = (f32[1024,128]{HBM}, f32[1,128]{HBM}) fusion(%cache, %row, %j), kind=kLoop, calls=%write
+  %h = ((f32[8,128]{VMEM}, f32[3,128,128]{{2,1,0:T(8,128)}}, s32[]), f32[8,128]{HBM}, u32[]) \
+fusion-start(%a, %w, %j), kind=kOutput, calls=%product, metadata={{op_name="jit(f)/while/body/apart"}}
   ROOT %t = (s32[], f32[8,128]) tuple(%j, %f)
 }}
 
@@ -76,6 +78,7 @@ def test_moves_counts_slices_updates_and_loops_and_not_what_stays_on_the_chip():
     small, layer, row = 8 * 128 * 4, 128 * 128 * 4, 128 * 4
     assert set(moves(hlo.parse(PROGRAM))) == {
         Move(3 * (layer + small), 3, "fusion", "jit(f)/dot"),
+        Move(3 * (layer + small), 3, "fusion-start", "jit(f)/apart"),
         Move(3 * (row + row + row), 3, "fusion", ""),  # the row is read, put into the cache, and doubled
         Move(small, 1, "copy-start", ""),  # the copy on the chip costs nothing
         Move(small, 1, "slice-start", ""),  # not all that is sliced from
@@ -84,6 +87,12 @@ def test_moves_counts_slices_updates_and_loops_and_not_what_stays_on_the_chip():
         Move(2 * small, 1, "add", ""),
         Move(3 * (1 + 2 * 4), 3, "compare", ""),
     }
+
+
+def test_silent_kernels_are_named():
+    call = '  %k = f32[8] custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/mla"}'
+    program = hlo.parse("ENTRY %main (a: f32[8]) -> f32[8] {\n" + call + "\n}\n")
+    assert silent_kernels(program) == {"jit(f)/mla"} and silent_kernels(hlo.parse(PROGRAM)) == set()
 
 
 TPU = parse_topology("v6e:2x2")

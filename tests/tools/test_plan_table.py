@@ -18,6 +18,7 @@ RESULT = {
     "hbm_bytes": 95 * GIB,
     "bytes_over_unavoidable": 1.2749,
     "wall_s": 181.2,
+    "cpu_s": 95.6,
     "host_peak_bytes": 1.4 * GIB,
 }
 
@@ -38,12 +39,13 @@ def test_table_shows_what_fits_what_does_not_and_what_failed(monkeypatch):
     ]
     monkeypatch.setattr(plan_table, "ROWS", (ROW, *others))
     too_large = RESULT | {"fits": False, "peak_bytes": 120 * GIB, "temp_bytes": None, "bytes_over_unavoidable": None}
-    failed = {"failure": "no such | step", "wall_s": 3.0, "host_peak_bytes": GIB}
+    failed = {"failure": "no such | step", "wall_s": 3.0, "cpu_s": 2.0, "host_peak_bytes": GIB}
     found = plan_table.table({ROW.name: RESULT, others[0].name: too_large, others[1].name: failed})
+    took = "181 s, CPU 96 s | 1.4"
     assert found.splitlines()[2:] == [
-        "| decode, batch 64 | v5p:4x4x4, tensor=64 | 34.00 | 33.00 | 0.12 | 68.0 of 95.0 | 1.27 | 181 s | 1.4 |",
-        "| decode, batch 1 | v6e:4x4, expert=16 | 34.00 | 33.00 |  | 120.0 of 95.0: does not fit |  | 181 s | 1.4 |",
-        "| prefill, batch 1 | v6e:4x4, expert=16 | no such / step | | | | | 3 s | 1.0 |",
+        f"| decode, batch 64 | v5p:4x4x4, tensor=64 | 34.00 | 33.00 | 0.12 | 68.0 of 95.0 | 1.27 | {took} |",
+        f"| decode, batch 1 | v6e:4x4, expert=16 | 34.00 | 33.00 |  | 120.0 of 95.0: does not fit |  | {took} |",
+        "| prefill, batch 1 | v6e:4x4, expert=16 | no such / step | | | | | 3 s, CPU 2 s | 1.0 |",
         "| train, batch 1 | v6e:4x4, expert=16 | not run | | | | |  |  |",
     ]
     assert {line.count("|") for line in found.splitlines()} == {10}
