@@ -46,6 +46,7 @@ HloModule jit_f
   %p = (s32[], f32[8,128]) parameter(0)
   %a = f32[8,128]{VMEM} get-tuple-element(%p), index=1
   %w = f32[3,128,128]{{2,1,0:T(8,128)}} get-tuple-element(%p), index=2
+  %j = s32[]{{:T(128)S(6)}} get-tuple-element(%p), index=0
   %cache = f32[1024,128]{HBM} get-tuple-element(%p), index=3
   %row = f32[1,128]{HBM} get-tuple-element(%p), index=4
   %f = f32[8,128]{HBM} fusion(%a, %w, %j), kind=kOutput, calls=%product, metadata={{op_name="jit(f)/while/body/dot"}}
