@@ -120,7 +120,7 @@ def _define_flags() -> None:
     )
     flags.DEFINE_boolean("compile", True, "Compile the step; --nocompile prints the arithmetic part in seconds.")
     flags.DEFINE_boolean(
-        "costs", True, "Compile two shallow models as well, from which FLOPs and bytes of the whole one are derived."
+        "costs", True, "Compile two shallow models as well, from which the FLOPs of the whole one are derived."
     )
     flags.DEFINE_string("json", None, "File for everything that is printed, and more.")
     flags.DEFINE_string("plot", None, "File for a picture, such as plan.png; needs matplotlib.")

@@ -4,7 +4,7 @@ Mesh axes: `data` for batch rows, `seq` for tokens of one sequence, `expert` for
 hidden columns. One table each says what lies where:
 
   weights      heads, vocabulary and FFN columns over `tensor`; experts over `expert`, `seq` and `tensor` together, as
-               far as their number divides, then their hidden width over what is left of these axes. Training splits
+               far as their number divides, and their hidden width over what is left of these axes. Training splits
                what is left whole over all other axes: FSDP.
   activations  batch rows over `data` and `expert`, tokens over `seq`, heads over `tensor`, cache slots over `seq` and
                `tensor`: latent rows have no heads, so that `tensor` would otherwise hold copies of them.
@@ -13,6 +13,7 @@ A weight that does not divide is refused. An activation that does not, such as a
 that is traced under `jax.set_mesh` runs on that mesh: `current_mesh` is how model code sees it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -97,23 +98,26 @@ class ExpertSplit(NamedTuple):
 
 
 def split_experts(mesh: Mesh | AbstractMesh, config: MoEConfig) -> ExpertSplit:
-    """Gives each of EXPERT_AXES to the experts if their number divides, else to their hidden width, by MXFP4 groups.
+    """Gives EXPERT_AXES to the experts as far as their number divides, and the others to their hidden width.
 
-    896 experts are 2^7 x 7: 128 devices hold 7 each, and more devices share experts' hidden columns. An axis other
-    than `expert` that fits neither holds copies.
+    `expert` comes first; of the others those split experts that together split them most. 896 experts are 2^7 x 7: 128
+    devices hold 7 each, and more devices share experts' hidden columns, by MXFP4 groups. An axis other than `expert`
+    that fits neither holds copies.
 
     Raises: ValueError if `expert` fits neither, with the sizes that would.
     """
     experts, groups = config.num_experts, config.expert_dim // MXFP4_GROUP
-    expert_axes, hidden_axes = [], []
-    for axis in EXPERT_AXES:
-        size = mesh.shape.get(axis, 1)
-        if size == 1:
+    sizes = {axis: mesh.shape[axis] for axis in EXPERT_AXES if mesh.shape.get(axis, 1) > 1}
+    first = [axis for axis in ("expert",) if axis in sizes and experts % sizes[axis] == 0]
+    others = [axis for axis in sizes if axis != "expert"]
+    choices = [first + list(some) for n in range(len(others) + 1) for some in itertools.combinations(others, n)]
+    products = {tuple(some): math.prod(sizes[axis] for axis in some) for some in choices}
+    expert_axes = max((some for some in products if experts % products[some] == 0), key=products.__getitem__)
+    hidden_axes = []
+    for axis, size in sizes.items():
+        if axis in expert_axes:
             continue
-        if experts % size == 0:
-            expert_axes.append(axis)
-            experts //= size
-        elif groups % size == 0:
+        if groups % size == 0:
             hidden_axes.append(axis)
             groups //= size
         elif axis == "expert":
@@ -121,7 +125,7 @@ def split_experts(mesh: Mesh | AbstractMesh, config: MoEConfig) -> ExpertSplit:
                 f"mesh axis 'expert' of size {size}: neither {experts} experts nor {groups} groups of their hidden "
                 f"width divide by it; sizes that divide the experts: {_divisors(experts)}"
             )
-    return ExpertSplit(tuple(expert_axes), tuple(hidden_axes))
+    return ExpertSplit(expert_axes, tuple(hidden_axes))
 
 
 def fsdp_expert_axes(mesh: Mesh | AbstractMesh, config: MoEConfig) -> tuple[str, ...]:

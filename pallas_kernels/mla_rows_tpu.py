@@ -31,6 +31,7 @@ def call_kernel(
     out_shape: list[jax.ShapeDtypeStruct],
     scratch_shapes: list,
     multiplications: int,
+    expected_keys: int,
     interpret: bool | pltpu.InterpretParams | None,
 ) -> list[jax.Array]:
     """Runs a kernel that fetches rows: kernel(latent_pages, shared_pages, *operands, *outputs, *scratch).
@@ -40,9 +41,10 @@ def call_kernel(
       operands: The page table, then arrays [B, T, ...], of which each program gets its window.
       scratch_shapes: What the kernel needs beyond `Fetch.scratch`, which comes first.
       multiplications: For each pair of a head and a fetched row.
+      expected_keys: Indices of a query that name a key, as a rule: for what the compiler is told of costs.
     """
     small = sum(x.size * x.dtype.itemsize for x in (*operands, *out_shape))
-    rows = fetch.batch * fetch.num_queries * fetch.top_k
+    rows = fetch.batch * fetch.num_queries * min(fetch.top_k, -(-expected_keys // BLOCK_KEYS) * BLOCK_KEYS)
     row_values = fetch.latent_dim + GROUP_SHAPE[0] * LANES  # a row's shared part comes with its neighbours
     in_place = pl.BlockSpec(memory_space=pl.ANY)
     windows = [fetch.window(*operand.shape[2:]) for operand in operands[1:]]

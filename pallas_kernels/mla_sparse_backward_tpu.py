@@ -142,6 +142,7 @@ def _backward(
             pltpu.SemaphoreType.DMA((2,)),
         ],
         multiplications=5 * latent_dim + 3 * SHARED_DIM,
+        expected_keys=fetch.top_k,
         interpret=interpret,
     )
 

@@ -58,6 +58,8 @@ def mla_sparse_tpu(
     indices: jax.Array,
     scale: float,
     interpret: bool | pltpu.InterpretParams | None = None,
+    *,
+    expected_keys: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with each query to the cache rows that its indices name.
 
@@ -72,18 +74,22 @@ def mla_sparse_tpu(
       page_table: int32 [B, pages], the page of each page_size tokens of a sequence.
       indices: int32 [B, T, top_k], the tokens that a query sees, in any order. An entry that is negative or beyond the
         page table names none; what stands in its row, NaN included, does not matter.
+      expected_keys: How many indices of a query name a key, as a rule, where most name none, as on a device that has
+        a part of all keys: for what the compiler is told of costs. None for all.
     Returns: The context [B, T, H, R] in q's dtype, and the natural logarithm of the sum of e^s, float32 [B, T, H], with
       which contexts over disjoint parts of the keys combine. A query that sees nothing gets zeros and -inf.
     Raises: NotImplementedError with the text of `mla_sparse_tpu_refusal`.
     """
     if reason := mla_sparse_tpu_refusal(q, q_shared, latent_pages, shared_pages, page_table, indices):
         raise NotImplementedError(f"mla_sparse_tpu: {reason}")
-    return _attend(q, q_shared, latent_pages, shared_pages, page_table, indices, scale, interpret)
+    expected_keys = indices.shape[2] if expected_keys is None else expected_keys
+    args = (q, q_shared, latent_pages, shared_pages, page_table, indices)
+    return _attend(*args, scale, expected_keys, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attend(q, q_shared, latent_pages, shared_pages, page_table, indices, scale, interpret):
-    return _forward(q, q_shared, latent_pages, shared_pages, page_table, indices, scale, interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attend(*args):
+    return _forward(*args)
 
 
 def _attend_keep(*args):
@@ -91,7 +97,8 @@ def _attend_keep(*args):
     return (context, log_sum_exp), (*args[:6], context, log_sum_exp)
 
 
-def _attend_back(scale, interpret, kept, gradients):
+def _attend_back(scale, expected_keys, interpret, kept, gradients):
+    del expected_keys  # the gradient writes rows for every index
     *args, context, log_sum_exp = kept
     context_gradient, log_sum_exp_gradient = gradients
     products = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
@@ -103,8 +110,8 @@ def _attend_back(scale, interpret, kept, gradients):
 _attend.defvjp(_attend_keep, _attend_back)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
-def _forward(q, q_shared, latent_pages, shared_pages, page_table, indices, scale, interpret):
+@functools.partial(jax.jit, static_argnames=("scale", "expected_keys", "interpret"))
+def _forward(q, q_shared, latent_pages, shared_pages, page_table, indices, scale, expected_keys, interpret):
     num_heads, latent_dim = q.shape[2:]
     num_keys = page_table.shape[1] * latent_pages.shape[1]
     fetch, page_table, indices = plan_fetch(
@@ -129,6 +136,7 @@ def _forward(q, q_shared, latent_pages, shared_pages, page_table, indices, scale
             pltpu.VMEM((num_heads, latent_dim), jnp.float32),
         ],
         multiplications=2 * latent_dim + SHARED_DIM,
+        expected_keys=expected_keys,
         interpret=interpret,
     )
 

@@ -66,6 +66,7 @@ def moe_experts_tpu(
     gate_beta: float,
     linear_beta: float,
     *,
+    expected_rows: int | None = None,
     method: str | None = None,
     tiling: MoeExpertsTpuTiling | None = None,
     interpret: pltpu.InterpretParams | bool | None = None,
@@ -82,8 +83,10 @@ def moe_experts_tpu(
       group_sizes: int32 [E], rows of each expert; their sum is at most M.
       layer: Which of the stacked layers. The stack is read in place, and of it only experts that have rows.
       gate_beta, linear_beta: b1 and b2.
+      expected_rows: How many rows the groups have as a rule, where M is their worst case: block sizes, and what
+        the compiler is told of costs, suit that many. None for M.
       method: How weights are unpacked, one of `mxfp4_unpack.METHODS`, with its limits of scale; None for the chip's.
-      tiling: None for the one that suits the number of rows.
+      tiling: None for the one that suits the expected rows.
       interpret: Passed to `pallas_call`.
     Returns: [M, D].
     Raises: NotImplementedError with the text of `moe_experts_tpu_refusal`.
@@ -91,18 +94,19 @@ def moe_experts_tpu(
     reason = moe_experts_tpu_refusal(x.shape, x.dtype, experts)
     if reason:
         raise NotImplementedError(reason)
-    how = settings(x.shape[0], gate_beta, linear_beta, method, tiling, interpret)
+    rows = x.shape[0] if expected_rows is None else max(1, min(expected_rows, x.shape[0]))
+    how = settings(rows, gate_beta, linear_beta, method, tiling, interpret)
     return _ffn(how, x, group_sizes, Mxfp4Experts(*experts), jnp.asarray(layer, jnp.int32))
 
 
-def settings(num_rows, gate_beta, linear_beta, method, tiling, interpret):
+def settings(expected_rows, gate_beta, linear_beta, method, tiling, interpret):
     """What is fixed when the kernel is traced, with what was left open filled in."""
     method = method or unpack.default_method()
     tilings = tiling, tiling
     if tiling is None:
         choices = MOE_EXPERTS_TPU[method], MOE_EXPERTS_GRADIENT_TPU[method]
-        tilings = (next((one for one in some if num_rows <= one.rows), some[-1]) for some in choices)
-    return method, tuple(tilings), interpret, float(gate_beta), float(linear_beta)
+        tilings = (next((one for one in some if expected_rows <= one.rows), some[-1]) for some in choices)
+    return method, tuple(tilings), interpret, float(gate_beta), float(linear_beta), expected_rows
 
 
 def forward(how, x, group_sizes, experts, layer):
@@ -140,7 +144,7 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
       with_hidden: With dout, return beside dx what gradients of weights are made of, [M, F] in bfloat16 each: the
         gradients of gate's and of up's product, and the hidden rows.
     """
-    method, tilings, interpret, gate_beta, linear_beta = how
+    method, tilings, interpret, gate_beta, linear_beta, expected_rows = how
     tiling = tilings[len(rows) - 1]
     (num_rows, dim), hidden = rows[0].shape, experts.gate_packed.shape[2]
     bm = min(tiling.rows, -(-num_rows // SUBLANES) * SUBLANES)
@@ -176,7 +180,7 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tiling.vmem_bytes
         ),
-        cost_estimate=_cost(num_rows, experts, backward, out_shape),
+        cost_estimate=_cost(expected_rows, bm, experts, backward, out_shape),
         name="moe_experts_backward" if backward else "moe_experts",
         interpret=interpret or False,
     )(
@@ -185,7 +189,7 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
         # The compiler keeps [.., out, groups] with the wide axis last: the swap is free, a copy would not be.
         *(jnp.swapaxes(leaf, -1, -2) if name.endswith("scale") else leaf for name, leaf in experts._asdict().items()),
     )
-    out = (out[0] if cores == 1 else _sum_of_cores(out, jnp.sum(group_sizes), interpret))[:num_rows]
+    out = (out[0] if cores == 1 else _sum_of_cores(out, jnp.sum(group_sizes), expected_rows, interpret))[:num_rows]
     return (out, *(rows_of_visits(value, visits, num_rows) for value in by_visit)) if with_hidden else out
 
 
@@ -216,22 +220,24 @@ def _specs(num_row_arrays, bm, bf, dim, hidden, blocks):
     return num_row_arrays * [row_in] + weights_in, [rows_out] + 3 * [hidden_out]
 
 
-def _cost(num_rows, experts, backward, out_shape):
-    """What the compiler is told: weights of as many experts as the rows can have, and what the rows take."""
+def _cost(rows, bm, experts, backward, out_shape):
+    """What the compiler is told, where rows choose experts evenly: the weights of those chosen, and what rows take."""
     _, num_experts, hidden, half = experts.gate_packed.shape
-    matrix, read = 2 * half * hidden, min(num_experts, num_rows)
+    matrix, read = 2 * half * hidden, num_experts * (1 - (1 - 1 / num_experts) ** rows)
+    rows = -(-rows // bm) * bm
     weights = sum(leaf.size for leaf in experts) // (experts.gate_packed.shape[0] * num_experts)
-    rows_in = (2 if backward else 1) * num_rows * 2 * half * 2
-    written = sum(leaf.size * leaf.dtype.itemsize for leaf in out_shape)
+    rows_in = (2 if backward else 1) * rows * 2 * half * 2
+    written = sum(leaf.size // leaf.shape[-2] * rows * leaf.dtype.itemsize for leaf in out_shape[:1])
+    written += sum(leaf.size * leaf.dtype.itemsize for leaf in out_shape[1:])
     return pl.CostEstimate(
         # Gate, up and down; the gradient has gate and up again, and one product back through each.
-        flops=2 * num_rows * matrix * (5 if backward else 3),
-        bytes_accessed=read * weights + rows_in + written,
-        transcendentals=3 * num_rows * hidden,
+        flops=2 * rows * matrix * (5 if backward else 3),
+        bytes_accessed=round(read * weights) + rows_in + written,
+        transcendentals=3 * rows * hidden,
     )
 
 
-def _sum_of_cores(parts, num_used, interpret):
+def _sum_of_cores(parts, num_used, expected_rows, interpret):
     """The sum of float32 parts [cores, M, D] in bfloat16, of the first num_used rows, whose number is dynamic."""
     cores, num_rows, dim = parts.shape
     bm = largest_divisor(num_rows, _SUM_ROWS, SUBLANES)
@@ -257,7 +263,7 @@ def _sum_of_cores(parts, num_used, interpret):
         out_shape=jax.ShapeDtypeStruct((num_rows, dim), jnp.bfloat16),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=parts.size, bytes_accessed=4 * parts.size + 2 * num_rows * dim, transcendentals=0
+            flops=cores * expected_rows * dim, bytes_accessed=(4 * cores + 2) * expected_rows * dim, transcendentals=0
         ),
         name="moe_sum_of_cores",
         interpret=interpret or False,

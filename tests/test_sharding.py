@@ -92,6 +92,7 @@ def test_what_does_not_divide_is_refused_with_what_would(size, count, divisors):
         ({"expert": 32, "tensor": 8}, ("expert",), ("tensor",)),  # 28 experts, an eighth of their hidden width
         ({"data": 2, "seq": 4, "expert": 2}, ("expert", "seq"), ()),
         ({"expert": 128, "seq": 2, "tensor": 16}, ("expert",), ("seq", "tensor")),
+        ({"expert": 4, "seq": 2, "tensor": 32}, ("expert", "tensor"), ("seq",)),  # 7 a device, not 112 with 96 columns
         ({"tensor": 5}, (), ()),  # fits neither 896 experts nor 96 groups: copies
         ({"data": 8}, (), ()),
     ],

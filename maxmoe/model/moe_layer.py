@@ -93,6 +93,7 @@ def run_experts(
     layer: int | Array,
     places: Int[Array, "num_experts"] | None = None,
     implementation: str | None = None,
+    expected_rows: int | None = None,
 ) -> Float[Array, "N top_k latent"]:
     """The outputs that `routing` asks for; see `expert_outputs`, and for masters `expert_outputs_from_masters`."""
     args = routing.latent, routing.ids, experts, layer, situ.gate_beta, situ.linear_beta
@@ -100,7 +101,7 @@ def run_experts(
         name = dispatch.for_op("expert_outputs", implementation)
         if isinstance(experts, ExpertMasters):
             return expert_outputs_from_masters(*args, implementation=name)
-        return expert_outputs(*args, places=places, implementation=name)
+        return expert_outputs(*args, places, name, expected_rows)
 
 
 def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, implementation):
@@ -114,11 +115,15 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
     count = math.prod(mesh.shape[axis] for axis in split.expert_axes)
     replicas = math.prod(mesh.shape[axis] for axis in batch if axis not in split.expert_axes)
     latent = routing.latent
-    form = choose_form(latent.shape[0] // replicas, config.top_k, latent.shape[1], latent.dtype.itemsize, max(count, 1))
+    num_tokens = latent.shape[0] // replicas
+    form = choose_form(num_tokens, config.top_k, latent.shape[1], latent.dtype.itemsize, max(count, 1))
+    expected_rows = -(-num_tokens * config.top_k // count)
     exchange = gathered if form == "gathered" else functools.partial(exchanged, ragged=dispatch.platform() != "cpu")
     share = functools.partial(
         exchange,
-        compute=functools.partial(_master_share if of_masters else _expert_share, situ, implementation),
+        compute=functools.partial(_master_share, situ, implementation)
+        if of_masters
+        else functools.partial(_expert_share, situ, implementation, expected_rows),
         num_experts=config.num_experts,
         expert_axes=split.expert_axes,
         hidden_axes=split.hidden_axes,
@@ -141,8 +146,8 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
         return shard_map(each_device, in_specs, by_token)(*tokens, experts, layer).reshape(latent.shape)
 
 
-def _expert_share(situ, implementation, x, ids, experts, layer):
-    return run_experts(situ, Routing(x, ids, None), experts, layer, implementation=implementation)
+def _expert_share(situ, implementation, expected_rows, x, ids, experts, layer):
+    return run_experts(situ, Routing(x, ids, None), experts, layer, None, implementation, expected_rows)
 
 
 def _gather_packed(masters, fsdp_axes):

@@ -80,6 +80,7 @@ def expert_outputs(
     linear_beta: float,
     places: Int[Array, "E"] | None = None,
     implementation: str | None = None,
+    expected_rows: int | None = None,
 ) -> Float[Array, "N k D"]:
     """expert(x) of every assignment, differentiable in x. What stands where an id names no expert means nothing.
 
@@ -92,6 +93,8 @@ def expert_outputs(
         there, which then are not named. How tokens are grouped depends on E alone, so that neither what else is
         held nor where changes a bit of an output. None for a stack that holds them all, in order.
       implementation: See `dispatch.choose`. No kernel takes `places`. The one for GPU has the plain form's gradient.
+      expected_rows: How many of the assignments name an expert as a rule, where most do not, as on a device that has
+        few of all experts: what the kernel's block sizes suit. None for all.
     Raises: NotImplementedError for a named kernel that cannot run.
     """
 
@@ -107,7 +110,8 @@ def expert_outputs(
     chosen = dispatch.choose("expert_outputs", implementation, refusals)
     expert_ids, layer = expert_ids.astype(jnp.int32), jnp.asarray(layer, jnp.int32)
     if chosen == "pallas_tpu":  # has a gradient of its own
-        return _in_rows(_tpu_kernel, (gate_beta, linear_beta), x, expert_ids, experts, layer)
+        kernel = functools.partial(_tpu_kernel, expected_rows)
+        return _in_rows(kernel, (gate_beta, linear_beta), x, expert_ids, experts, layer)
     return _outputs((chosen, gate_beta, linear_beta), x, expert_ids, experts, layer, places)
 
 
@@ -371,8 +375,9 @@ def _sum_of_assignments(rows, where, named):
     return jnp.sum(jnp.where(named[..., None], rows[where], 0), axis=1, dtype=jnp.float32).astype(rows.dtype)
 
 
-def _tpu_kernel(rows, group_sizes, experts, layer, *betas):
-    return _tpu().moe_experts_tpu(rows, group_sizes, _tpu().Mxfp4Experts(*experts), layer, *betas)
+def _tpu_kernel(expected_rows, rows, group_sizes, experts, layer, *betas):
+    weights = _tpu().Mxfp4Experts(*experts)
+    return _tpu().moe_experts_tpu(rows, group_sizes, weights, layer, *betas, expected_rows=expected_rows)
 
 
 def _tpu_masters_kernel(packed, rows, group_sizes, masters, layer, *betas):

@@ -46,6 +46,7 @@ def sparse_context(
     indices: Int[Array, "B T top_k"],
     scale: float,
     implementation: str | None = None,
+    expected_keys: int | None = None,
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H"]]:
     """Attends with each query to the cache rows that its indices name.
 
@@ -57,6 +58,8 @@ def sparse_context(
       indices: Slots that each query sees; an entry outside 0..S-1, such as -1, names none. Rows that no index names
         may hold anything, NaN included.
       implementation: See `dispatch.choose`.
+      expected_keys: How many of a query's indices name a slot, as a rule, where the others are on other devices: for
+        what the compiler is told of a kernel's costs. None for all.
     Returns: The context in q's dtype, and the natural logarithm of the sum of e^s in float32. A query that sees
       nothing gets zeros and -inf.
     """
@@ -65,7 +68,8 @@ def sparse_context(
     chosen = dispatch.choose("sparse_context", implementation, refusals)
     if chosen != "xla":
         kernel, _ = _kernel(chosen)
-        return kernel(q, q_shared, *as_pages(rows, layer), indices, scale)
+        told = {"expected_keys": expected_keys} if chosen == "pallas_tpu" else {}
+        return kernel(q, q_shared, *as_pages(rows, layer), indices, scale, **told)
 
     def attend(q, q_shared, indices):
         named = (indices >= 0) & (indices < rows.num_slots)

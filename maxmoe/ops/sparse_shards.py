@@ -216,6 +216,7 @@ def sparse_attention_over_shards(
         )
     roles = _roles(q, rows, top_k, slot_axes, head_axis, query_axis)
     met_rows, met_layer = _gather_rows(rows, layer, roles.rows)
+    expected_keys = -(-top_k // _num_shards(roles.summed))
 
     def attend(q, q_shared, positions, index_q, head_weights):
         slots = select_over_shards(
@@ -224,7 +225,7 @@ def sparse_attention_over_shards(
         if roles.rows is not None:
             slots = _join_lists(slots, rows.num_slots, roles.rows)
         slots = checkpoint_name(slots, "selected_slots")
-        return sparse_context(q, q_shared, met_rows, met_layer, slots, scale, implementation)
+        return sparse_context(q, q_shared, met_rows, met_layer, slots, scale, implementation, expected_keys)
 
     return _in_blocks(attend, (q, q_shared, positions, index_q, head_weights), 6 * top_k, roles)
 

@@ -1,26 +1,15 @@
-"""Costs of a deep model from two shallow ones.
+"""FLOPs of a deep model from two shallow ones.
 
-The compiler counts the body of a loop once, and a deep model is a loop over superblocks. So the costs of a step are
+The compiler counts the body of a loop once, and a deep model is a loop over superblocks. So the FLOPs of a step are
 those of a model with one superblock in its longest stack, unrolled, and then per further superblock the difference to
 one with two. Loops inside a layer stay counted once.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 from maxmoe.config import ModelConfig
 from maxmoe.model.stacks import FFN, Mixer, plan_stacks
-
-
-class Costs(NamedTuple):
-    """Of one step on one device; None where the compiler gives no usable number."""
-
-    flops: float | None
-    bytes_accessed: float | None
-
-
-UNKNOWN_COSTS = Costs(None, None)
 
 
 def at_depth(config: ModelConfig, superblocks: int) -> ModelConfig:
@@ -39,32 +28,16 @@ def at_depth(config: ModelConfig, superblocks: int) -> ModelConfig:
     )
 
 
-def costs_at_depth(config: ModelConfig, costs_of: Callable[[ModelConfig], Costs]) -> Costs:
-    """Costs of the whole model.
+def flops_at_depth(config: ModelConfig, flops_of: Callable[[ModelConfig], float | None]) -> float | None:
+    """FLOPs of the whole model; None where the compiler gives no usable number.
 
     Args:
-      costs_of: Compiles the step of an unrolled model.
+      flops_of: Compiles the step of an unrolled model.
     """
     count = max(plan.count for plan in plan_stacks(config))
     if count <= 2:
-        return costs_of(config)
-    one, two = costs_of(at_depth(config, 1)), costs_of(at_depth(config, 2))
-    return Costs(*(_extrapolated(a, b, count) for a, b in zip(one, two, strict=True)))
-
-
-def _extrapolated(one, two, count):
-    """None also where the deeper model is said to cost less."""
-    if one is None or two is None or two < one:
+        return flops_of(config)
+    one, two = flops_of(at_depth(config, 1)), flops_of(at_depth(config, 2))
+    if one is None or two is None or two < one:  # a deeper model cannot cost less
         return None
     return one + (count - 1) * (two - one)
-
-
-def more_bank_bytes(config: ModelConfig, local_tokens: float, itemsize: int) -> float:
-    """Bytes that the whole model reads of its residual bank beyond what `costs_at_depth` saw, on one device.
-
-    Both mixtures of a layer read every entry of the bank; the shallow models have one.
-    """
-    if max(plan.count for plan in plan_stacks(config)) <= 2:
-        return 0.0
-    more = config.num_attn_res_blocks - 1
-    return 2.0 * config.num_layers * more * local_tokens * config.model_dim * itemsize

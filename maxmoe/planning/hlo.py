@@ -6,6 +6,7 @@ otherwise once, and `unknown_trips` says so. Both branches of a condition count.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -61,7 +62,9 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operation:
+class Operation:
+    """A line of a computation."""
+
     name: str
     result: str
     opcode: str
@@ -72,7 +75,7 @@ class _Operation:
 class Program:
     """An optimised HLO module: computations by name, and the one that runs first."""
 
-    computations: dict[str, tuple[_Operation, ...]]
+    computations: dict[str, tuple[Operation, ...]]
     entry: str
 
     @functools.cached_property
@@ -93,8 +96,14 @@ class Program:
         loops = [op for ops in self.computations.values() for op in ops if op.opcode == "while"]
         return sum(self._trips(loop) is None for loop in loops)
 
+    @functools.cached_property
+    def fused(self) -> set[str]:
+        """Computations whose operations are parts of one fusion."""
+        operations = [op for ops in self.computations.values() for op in ops]
+        return {called_computations(op)["calls"] for op in operations if op.opcode in ("fusion", "fusion-start")}
+
     def _calls(self, operation):
-        attributes = dict(_CALLED.findall(operation.rest))
+        attributes = called_computations(operation)
         if operation.opcode == "while":
             yield attributes["body"], self._trips(operation) or 1
             yield attributes["condition"], self._trips(operation) or 1
@@ -109,7 +118,7 @@ class Program:
     def _trips(self, loop):
         if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', loop.rest):
             return int(known[1])
-        condition = self.computations[dict(_CALLED.findall(loop.rest))["condition"]]
+        condition = self.computations[called_computations(loop)["condition"]]
         limits = {
             op.name: int(op.rest.split(")")[0]) for op in condition if op.opcode == "constant" and _is_int(op.rest)
         }
@@ -119,12 +128,30 @@ class Program:
         found = [limits[name] for name in re.findall(r"%[\w.\-]+", compares[0].rest) if name in limits]
         return found[0] if len(found) == 1 else None
 
-    def operations(self) -> Iterator[tuple[_Operation, int]]:
+    def operations(self) -> Iterator[tuple[Operation, int]]:
         """Every operation that runs, with how often it does."""
         for name, operations in self.computations.items():
             if times := self.runs.get(name, 0):
                 for operation in operations:
                     yield operation, times
+
+
+def called_computations(operation: Operation) -> dict[str, str]:
+    """The computations that an operation names, by their role."""
+    return dict(_CALLED.findall(operation.rest))
+
+
+def operand_names(operation: Operation) -> list[str]:
+    """Of the operands, in order."""
+    depths = itertools.accumulate(((char == "(") - (char == ")") for char in operation.rest), initial=1)
+    end = next((place for place, depth in enumerate(depths) if not depth), None)
+    return re.findall(r"%[\w.\-]+", operation.rest[:end])
+
+
+def arrays(result: str) -> list[tuple[int, bool]]:
+    """Bytes of every array of a result, and whether it lies in HBM: a layout with S(n) names another memory."""
+    found = [shape for shape in _SHAPE.findall(result) if shape[0] in _DTYPE_BITS]
+    return [(_logical_bytes(*shape), "S(" not in shape[3]) for shape in found]
 
 
 def _is_int(rest: str) -> bool:
@@ -145,7 +172,7 @@ def parse(text: str) -> Program:
         elif line.startswith("}"):
             current = None
         elif current is not None and (found := _OPERATION.match(line)):
-            computations[current].append(_Operation(*found.groups()))
+            computations[current].append(Operation(*found.groups()))
     if entry is None:
         raise ValueError("the compiled program's text has no entry computation")
     return Program({name: tuple(operations) for name, operations in computations.items()}, entry)
@@ -166,7 +193,7 @@ def collectives(program: Program, num_devices: int, node_size: int = 0) -> list[
         size = groups.shape[1]
         moved, sent = _moved_bytes(kind, operation, size)
         across = bool(node_size) and bool(np.any(groups // node_size != groups[:, :1] // node_size))
-        key = (kind, moved, sent, size, across, _source(operation.rest))
+        key = (kind, moved, sent, size, across, source(operation.rest))
         merged[key] = merged.get(key, 0) + times
     found = [Collective(key[0], count, *key[1:]) for key, count in merged.items()]
     return sorted(found, key=lambda c: (-c.count * c.sent_bytes, c.kind, c.source))
@@ -213,7 +240,8 @@ def _groups(rest: str, num_devices: int) -> np.ndarray:
     return np.arange(num_devices).reshape(1, -1)
 
 
-def _source(rest: str) -> str:
+def source(rest: str) -> str:
+    """The end of the name of the JAX operation that an operation comes from; `rest` are its operands and attributes."""
     found = re.search(r'op_name="([^"]*)"', rest)
     parts = [part for part in found[1].split("/") if part not in ("while", "body", "closed_call")] if found else []
     return "/".join(parts[-3:])
@@ -240,13 +268,7 @@ def largest_results(program: Program, count: int) -> list[tuple[int, str, str]]:
 
     An operation that updates an argument in place is among them, though it takes no memory of its own.
     """
-    fused = {
-        called
-        for operations in program.computations.values()
-        for operation in operations
-        if operation.opcode == "fusion"
-        for _, called in _CALLED.findall(operation.rest)
-    }
+    fused = program.fused
     found = set()
     for name, operations in program.computations.items():
         if name in fused or not program.runs.get(name, 0):
@@ -256,7 +278,7 @@ def largest_results(program: Program, count: int) -> list[tuple[int, str, str]]:
                 sizes = [
                     _logical_bytes(*shape) for shape in _SHAPE.findall(operation.result) if shape[0] in _DTYPE_BITS
                 ]
-                found.add((max(sizes, default=0), operation.opcode, _source(operation.rest)))
+                found.add((max(sizes, default=0), operation.opcode, source(operation.rest)))
     return sorted(found, reverse=True)[:count]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from maxmoe.planning import hlo
+from maxmoe.planning import hlo, traffic
 from maxmoe.planning.chips import GIB
 from maxmoe.planning.targets import nothing_cached
 
@@ -43,7 +43,9 @@ class Measured:
       memory: None for a program that does not fit.
       refusal: The compiler's message for such a program.
       refused_bytes: What that program would need, by the same message.
-      flops, bytes_accessed: Of the whole program with the bodies of its loops once; None where there is no estimate.
+      flops: Of the whole program with the bodies of its loops once; None where there is no estimate.
+      moves: To and from HBM, with loops as often as they run; see `traffic`.
+      silent_kernels: Those of which nobody knows what they move.
       cycles: The compiler's own estimate with loops as often as they run; kernels and what it cannot estimate left out.
       collectives: With loops as often as they run.
       unknown_trips: Loops that are counted once because the text does not tell more.
@@ -55,11 +57,17 @@ class Measured:
     refusal: str | None = None
     refused_bytes: int | None = None
     flops: float | None = None
-    bytes_accessed: float | None = None
+    moves: tuple[traffic.Move, ...] = ()
+    silent_kernels: tuple[str, ...] = ()
     cycles: int | None = None
     collectives: tuple[hlo.Collective, ...] = ()
     unknown_trips: int = 0
     largest_results: tuple[tuple[int, str, str], ...] = ()
+
+    @property
+    def bytes_accessed(self) -> float | None:
+        """What moves to and from HBM in one step; None for a program that does not fit or has silent kernels."""
+        return None if self.memory is None or self.silent_kernels else sum(move.bytes for move in self.moves)
 
 
 def measure(compile_step: Callable[[], jax.stages.Compiled], num_devices: int, node_size: int = 0) -> Measured:
@@ -93,7 +101,8 @@ def measure(compile_step: Callable[[], jax.stages.Compiled], num_devices: int, n
         memory=memory,
         compile_s=seconds,
         flops=costs.get("flops"),
-        bytes_accessed=costs.get("bytes accessed"),
+        moves=tuple(traffic.moves(program)),
+        silent_kernels=tuple(sorted(traffic.silent_kernels(program))),
         cycles=hlo.estimated_cycles(program),
         collectives=tuple(hlo.collectives(program, num_devices, node_size)),
         unknown_trips=program.unknown_trips,

@@ -1,7 +1,6 @@
 """Answers a question for one mesh, or for the best mesh that a search finds."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from absl import logging
@@ -12,10 +11,9 @@ from maxmoe.planning import step
 from maxmoe.planning.arithmetic import Arithmetic, Question, arithmetic
 from maxmoe.planning.bound import Bound, roofline
 from maxmoe.planning.chips import GIB
-from maxmoe.planning.depth import UNKNOWN_COSTS, Costs, costs_at_depth, more_bank_bytes
+from maxmoe.planning.depth import flops_at_depth
 from maxmoe.planning.measure import Measured, measure
 from maxmoe.planning.mesh_search import Candidate, rank_meshes
-from maxmoe.planning.placement import abstract_mesh, token_axes
 from maxmoe.planning.targets import devices, missing_compiler
 from maxmoe.sharding import make_mesh
 
@@ -28,7 +26,7 @@ class Plan:
 
     Attributes:
       measured: What the compiler said of the whole step; None where nothing was compiled.
-      costs: Of the whole step by the compiler's estimate.
+      flops: Of the whole step by the compiler's estimate; None where nobody asked, or it gives none.
       missing: Why nothing was compiled, and what to do.
       searched: Other meshes of a search, with the reasons why they lost.
     """
@@ -37,7 +35,7 @@ class Plan:
     mesh: dict[str, int]
     arithmetic: Arithmetic
     measured: Measured | None = None
-    costs: Costs = UNKNOWN_COSTS
+    flops: float | None = None
     compile_s: float = 0.0
     missing: str | None = None
     searched: tuple[Candidate, ...] = ()
@@ -86,17 +84,18 @@ class Plan:
 
     @property
     def compiled_bound(self) -> Bound | None:
-        """Of the program as compiled, by the compiler's own estimates of its costs."""
-        if self.measured is None or None in self.costs:
+        """Of the program as compiled: the bytes that it moves, and its FLOPs by the compiler's estimate."""
+        moved = None if self.measured is None else self.measured.bytes_accessed
+        if moved is None or self.flops is None:
             return None
-        return roofline(self.question.topology, *self.costs, self.measured.collectives)
+        return roofline(self.question.topology, self.flops, moved, self.measured.collectives)
 
 
 def plan(question: Question, mesh_sizes: Mapping[str, int], may_compile: bool, with_costs: bool) -> Plan:
     """Plans for one mesh.
 
     Args:
-      with_costs: Compile two shallow models as well, for FLOPs and bytes; see `depth`.
+      with_costs: Compile two shallow models as well, for FLOPs; see `depth`.
     Raises: ValueError if something does not divide over the mesh.
     """
     mesh_sizes = dict(mesh_sizes)
@@ -126,25 +125,20 @@ def plan(question: Question, mesh_sizes: Mapping[str, int], may_compile: bool, w
 
 
 def _with_costs(found, compiled):
-    """Adds what shallow models cost; the compiler for GPUs estimates no costs."""
+    """Adds FLOPs from shallow models; the compiler for GPUs estimates none."""
     question, seconds = found.question, [found.compile_s]
 
-    def costs_of(config: ModelConfig) -> Costs:
+    def flops_of(config: ModelConfig) -> float | None:
         if config == question.model.config and not _scans(question.model):
-            return Costs(found.measured.flops, found.measured.bytes_accessed)
-        logging.info("compiling an unrolled model of %d layers for costs", config.num_layers)
+            return found.measured.flops
+        logging.info("compiling an unrolled model of %d layers for its FLOPs", config.num_layers)
         shallow = compiled(dataclasses.replace(question.model, config=config, scan_layers=False))
         _log_measured(shallow)
         seconds.append(shallow.compile_s)
-        return Costs(shallow.flops, shallow.bytes_accessed)
+        return shallow.flops
 
-    costs = costs_at_depth(question.model.config, costs_of)
-    if costs.bytes_accessed is not None:
-        mesh = abstract_mesh(found.mesh)
-        parts = math.prod(mesh.shape[name] for name in token_axes(mesh, question.batch, question.chunk))
-        more = more_bank_bytes(question.model.config, question.tokens / parts, itemsize=2)
-        costs = costs._replace(bytes_accessed=costs.bytes_accessed + more)
-    return dataclasses.replace(found, costs=costs, compile_s=sum(seconds))
+    flops = flops_at_depth(question.model.config, flops_of)
+    return dataclasses.replace(found, flops=flops, compile_s=sum(seconds))
 
 
 def _scans(model):

@@ -10,6 +10,7 @@ from maxmoe.planning.chips import COLLECTIVE_FLOOR_S, GIB
 from maxmoe.planning.network import floor_seconds
 from maxmoe.planning.planner import Plan, named
 
+NUM_MOVES = 20  # of those that move most
 _PACKAGES = ("maxmoe", "jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin")
 
 
@@ -17,6 +18,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that a plan says, in bytes, seconds and FLOPs of one device unless a name says otherwise."""
     question, held, work = plan.question, plan.arithmetic.capacity, plan.arithmetic.work
     memory = plan.measured.memory if plan.measured else None
+    moved = plan.measured.bytes_accessed if plan.measured else None
     exchanged = _collectives(plan)
     record = {
         "topology": str(question.topology),
@@ -50,11 +52,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "collectives_compiled": memory is not None,
         "sent_bytes": sum(c.count * c.sent_bytes for c in exchanged),
         "collective_floor_s": floor_seconds(question.topology, exchanged),
-        "flops": plan.costs.flops,
+        "flops": plan.flops,
         "needed_flops": work.flops,
-        "bytes_accessed": plan.costs.bytes_accessed,
+        "bytes_accessed": moved,
         "unavoidable_bytes": work.unavoidable_bytes,
-        "bytes_over_unavoidable": _ratio(plan.costs.bytes_accessed, work.unavoidable_bytes),
+        "bytes_over_unavoidable": _ratio(moved, work.unavoidable_bytes),
+        "moves": [move._asdict() for move in (plan.measured.moves if plan.measured else ())[:NUM_MOVES]],
+        "silent_kernels": plan.measured.silent_kernels if plan.measured else (),
         "touched_experts": work.touched_experts,
         "estimated_cycles": plan.measured.cycles if plan.measured else None,
         "largest_results": [
@@ -122,6 +126,7 @@ def versions() -> dict[str, str]:
 def as_text(plan: Plan) -> str:
     """A plan as a table to read."""
     question, work = plan.question, plan.arithmetic.work
+    moved = plan.measured.bytes_accessed if plan.measured else None
     verdict = {True: "fits", False: "DOES NOT FIT", None: "not compiled: whether the step fits is not known"}
     lines = [
         f"{question.phase} on {question.topology}: {question.topology.num_devices} devices, mesh {named(plan.mesh)}, "
@@ -145,9 +150,8 @@ def as_text(plan: Plan) -> str:
         "",
         "work of each device and step",
         f"  {'experts that some token chooses':36}{work.touched_experts:>10.1%}",
-        f"  {'bytes that must move':36}{work.unavoidable_bytes:>10.3e}"
-        + _over(plan.costs.bytes_accessed, work.unavoidable_bytes),
-        f"  {'FLOPs that are needed':36}{work.flops:>10.3e}" + _over(plan.costs.flops, work.flops),
+        f"  {'bytes that must move':36}{work.unavoidable_bytes:>10.3e}" + _over(moved, work.unavoidable_bytes),
+        f"  {'FLOPs that are needed':36}{work.flops:>10.3e}" + _over(plan.flops, work.flops),
         "",
         *_bound_rows("what the chip's ratings allow", plan.bound, question.tokens),
     ]

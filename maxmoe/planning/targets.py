@@ -3,9 +3,12 @@
 import contextlib
 import importlib.util
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxmoe.planning.chips import Topology
+
+if TYPE_CHECKING:
+    import jax
 
 # Read when jax, libtpu or the CUDA plugin is loaded. Without them libtpu asks a metadata server for a TPU that is not
 # there and refuses a second process, and the plugin looks for a driver.
@@ -98,6 +101,21 @@ def devices(topology: Topology) -> list[Any]:
             f"the compiler describes {topology} with {len(found.devices)} devices, not {topology.num_devices}"
         )
     return sorted(found.devices, key=lambda device: device.id)
+
+
+def with_device_kind(mesh: "jax.sharding.Mesh") -> "jax.sharding.AbstractMesh":
+    """The mesh as kernels see it when they are traced, for they ask what kind of device it has.
+
+    A GPU that only its target describes has no name of its kind; all that are described so are H200s.
+    """
+    from jax.sharding import AbstractDevice
+
+    found = mesh.abstract_mesh
+    device = found.abstract_device
+    if device is None or device.platform != "gpu" or device.device_kind:
+        return found
+    named = AbstractDevice(device_kind="NVIDIA H200", num_cores=device.num_cores, platform="gpu")
+    return found.update(abstract_device=named)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Sparse latent attention for TPU, run by the interpreters, against the plain op; unnamed rows are NaN."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,17 @@ def test_mla_sparse_tpu_refusal_says_what_was_given_and_what_is_allowed(changes,
     arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in arguments.items()}
     with pytest.raises(NotImplementedError, match=reason):
         mla_sparse_tpu(**arrays, scale=1.0)
+
+
+def test_mla_sparse_tpu_tells_the_compiler_of_the_blocks_that_expected_keys_fill():
+    case = Case(batch=2, num_queries=1, num_heads=4, top_k=1024, page_size=16, pages=4)
+    args = (*case.absorbed(case.q, case.w_kv), *pack_pages(case.pool), case.page_table, case.indices)
+
+    def told(expected_keys):
+        call = functools.partial(mla_sparse_tpu, scale=SCALE, expected_keys=expected_keys)
+        text = str(jax.make_jaxpr(call)(*args))
+        return int(re.search(r"bytes_accessed=(\d+)", text)[1])
+
+    row_bytes = 4 * (RANK + 256)  # a row's shared part comes with its neighbours
+    assert told(None) == told(1024)
+    assert told(1024) - told(130) == 2 * (1024 - 256) * row_bytes  # 130 keys are two blocks of 128

@@ -251,3 +251,46 @@ def test_moe_experts_tpu_says_why_it_refuses(x_shape, dtype, experts, words):
 
 def test_moe_experts_tpu_refuses_no_real_shape():
     assert kernels.moe_experts_tpu_refusal((1, 3584), jnp.bfloat16, _shapes(3584, 3072, experts=7)) is None
+
+
+def _told_bytes(function, *args):
+    """What the first kernel that a function calls tells the compiler that it moves."""
+    calls = [eqn for eqn in jax.make_jaxpr(function)(*args).eqns if eqn.primitive.name == "pallas_call"]
+    calls += [eqn for call in jax.make_jaxpr(function)(*args).eqns for eqn in _inner(call)]
+    return calls[0].params["cost_estimate"].bytes_accessed
+
+
+def _inner(eqn):
+    for value in eqn.params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        for inner in getattr(jaxpr, "eqns", ()):
+            if inner.primitive.name == "pallas_call":
+                yield inner
+            yield from _inner(inner)
+
+
+def test_moe_experts_tpu_tells_the_compiler_of_the_experts_that_expected_rows_choose():
+    experts = _shapes(256, 512, experts=8)
+    of_one = sum(leaf.size for leaf in experts) // 8
+
+    def told(expected_rows):
+        def call(x, sizes, experts):
+            return kernels.moe_experts_tpu(x, sizes, experts, 0, 4.0, 25.0, expected_rows=expected_rows)
+
+        rows = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+        return _told_bytes(call, *rows, experts)
+
+    # 3 rows fall on 8 (1 - (7/8)^3) experts, and a tile of 64 rows is read and written; all rows fall on every expert.
+    assert told(3) == round(of_one * 8 * (1 - (7 / 8) ** 3)) + 64 * 256 * (2 + 2)
+    assert told(None) == told(512) == pytest.approx(8 * of_one + 512 * 256 * (2 + 2), rel=1e-6)
+
+
+def test_moe_experts_tpu_computes_more_rows_than_were_expected():
+    method = mxfp4_unpack.METHODS[0]
+    x, _ = _rows(53)
+    sizes = jnp.asarray((17, 0, 23, 13), jnp.int32)
+    out = kernels.moe_experts_tpu(
+        x, sizes, _experts(), 1, GATE_BETA, LINEAR_BETA, expected_rows=2, method=method, interpret=POISONED
+    )
+    expected = _plain(x, sizes.tolist(), _experts(), 1)
+    assert_close(out, expected, atol=2**-7 * float(jnp.abs(expected).max()), label="out")  # as in the first test

@@ -1,4 +1,4 @@
-"""Costs of deep models from shallow ones."""
+"""FLOPs of deep models from those of shallow ones."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from maxmoe.config import load_config
 from maxmoe.model.stacks import plan_stacks
-from maxmoe.planning.depth import UNKNOWN_COSTS, Costs, at_depth, costs_at_depth, more_bank_bytes
+from maxmoe.planning.depth import at_depth, flops_at_depth
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = load_config(ROOT / "configs/k3_1_pro.py")
@@ -26,29 +26,21 @@ def test_at_depth_changes_only_the_longest_stack(superblocks, layers):
         assert found.full_attention_layers == FULL.full_attention_layers
 
 
-def test_costs_at_depth_are_exact_where_costs_are_linear_in_layers():
+def test_flops_at_depth_are_exact_where_flops_are_linear_in_layers():
     seen = []
 
-    def costs_of(config):
+    def flops_of(config):
         seen.append(config.num_layers)
-        return Costs(100.0 + 7.0 * config.num_layers, 3.0 * config.num_layers)
+        return 100.0 + 7.0 * config.num_layers
 
-    assert costs_at_depth(FULL, costs_of) == Costs(100.0 + 7.0 * 93, 3.0 * 93)
+    assert flops_at_depth(FULL, flops_of) == 100.0 + 7.0 * 93
     assert seen == [9, 13]
 
 
-def test_costs_at_depth_compiles_a_shallow_model_as_it_is():
-    assert costs_at_depth(TINY, lambda config: Costs(float(config.num_layers), None)) == Costs(9.0, None)
+def test_flops_at_depth_compiles_a_shallow_model_as_it_is():
+    assert flops_at_depth(TINY, lambda config: float(config.num_layers)) == 9.0
 
 
-def test_costs_at_depth_gives_none_where_the_compiler_cannot_be_right():
-    def falling(config):
-        return Costs(1e15 / config.num_layers, None)
-
-    assert costs_at_depth(FULL, falling) == UNKNOWN_COSTS
-
-
-def test_more_bank_bytes_counts_the_entries_that_shallow_models_lack():
-    # 93 layers with two mixtures each read 8 entries, of which the shallow models have one.
-    assert more_bank_bytes(FULL, 3, 2) == 2 * 93 * 7 * 3 * 7168 * 2
-    assert more_bank_bytes(TINY, 3, 2) == 0
+@pytest.mark.parametrize("flops_of", [lambda config: 1e15 / config.num_layers, lambda config: None])
+def test_flops_at_depth_gives_none_where_the_compiler_cannot_be_right(flops_of):
+    assert flops_at_depth(FULL, flops_of) is None

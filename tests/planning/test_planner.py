@@ -12,13 +12,15 @@ from maxmoe.planning import measure, planner, report, step
 from maxmoe.planning.arithmetic import Question
 from maxmoe.planning.bound import roofline
 from maxmoe.planning.chips import GIB, parse_topology
-from maxmoe.planning.depth import Costs
 from maxmoe.planning.hlo import Collective
 from maxmoe.planning.mesh_search import rank_meshes, splits
+from maxmoe.planning.placement import abstract_mesh
+from maxmoe.planning.traffic import Move
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = Transformer(load_config(ROOT / "configs/k3_1_pro.py"))
 EXCHANGE = (Collective("all-reduce", 3, 100, 150, 4, False, "psum"),)
+MOVES = (Move(2e10, 5, "fusion", "dot"),)
 
 
 def _question(topology="v5p:4x4x4", batch=8, context=131_072, phase="decode", chunk=1):
@@ -43,7 +45,7 @@ def _measured(peak_gib, **changes):
         code_bytes=0,
         peak_bytes=None if peak_gib is None else int(peak_gib * GIB),
     )
-    found = measure.Measured(memory=memory, compile_s=1.5, flops=1e12, bytes_accessed=2e10, collectives=EXCHANGE)
+    found = measure.Measured(memory=memory, compile_s=1.5, flops=1e12, moves=MOVES, collectives=EXCHANGE)
     return dataclasses.replace(found, **changes)
 
 
@@ -73,18 +75,19 @@ def compiler(monkeypatch):
 def test_a_plan_that_fits(compiler):
     answers, asked = compiler
     answers += [
-        _measured(44.0),
-        _measured(20, flops=1.0e11, bytes_accessed=1e9),
-        _measured(20, flops=1.4e11, bytes_accessed=3e9),
+        _measured(44.0, moves=(Move(3e9, 2, "fusion", "a"), Move(1e9, 1, "copy", "b"))),
+        _measured(20, flops=1.0e11),
+        _measured(20, flops=1.4e11),
     ]
     found = planner.plan(_question(), {"expert": 4, "tensor": 16}, may_compile=True, with_costs=True)
     assert found.fits is True and found.peak_bytes == 44 * GIB
     assert found.left_bytes == found.hbm_bytes - 44 * GIB
     assert found.sequences_that_fit == found.left_bytes * 8 // found.arithmetic.capacity.cache_bytes > 0
-    # One superblock and 21 differences; of bytes also what the longer bank takes: 8 sequences over expert=4.
-    assert found.costs.flops == pytest.approx(1.0e11 + 21 * 0.4e11)
-    assert found.costs.bytes_accessed == pytest.approx(1e9 + 21 * 2e9 + 2 * 93 * 7 * 2 * 7168 * 2)
-    assert found.compiled_bound == roofline(found.question.topology, *found.costs, EXCHANGE)
+    assert found.flops == pytest.approx(1.0e11 + 21 * 0.4e11)  # one superblock and 21 differences
+    assert found.compiled_bound == roofline(found.question.topology, found.flops, 4e9, EXCHANGE)
+    record = report.as_json(found)
+    assert record["bytes_accessed"] == 4e9 and record["moves"][0]["bytes"] == 3e9
+    assert record["bytes_over_unavoidable"] == 4e9 / record["unavoidable_bytes"]
     assert found.bound.network == 450 / 600e9 and found.compile_s == 4.5
     assert asked == [{"expert": 4, "tensor": 16}]
 
@@ -167,7 +170,7 @@ def test_a_search_without_a_mesh_names_the_nearest():
 def test_json_holds_what_is_promised(compiler, tmp_path):
     compiler[0].append(_measured(44.0))
     found = planner.plan(_question(), {"expert": 4, "tensor": 16}, may_compile=True, with_costs=False)
-    found = dataclasses.replace(found, costs=Costs(1e12, 3e10))
+    found = dataclasses.replace(found, flops=1e12)
     record = json.loads(json.dumps(report.as_json(found)))
     for name in (
         "fits hbm_bytes peak_bytes weights_bytes cache_bytes temp_bytes left_bytes sequences_that_fit collectives "
@@ -188,7 +191,7 @@ def test_json_holds_what_is_promised(compiler, tmp_path):
     ]
     assert record["seconds"][record["bound"]] == max(record["seconds"].values())
     assert record["tokens_per_s_bound"] == pytest.approx(8 / max(record["seconds"].values()))
-    assert record["bytes_over_unavoidable"] == pytest.approx(3e10 / record["unavoidable_bytes"])
+    assert record["bytes_over_unavoidable"] == pytest.approx(2e10 / record["unavoidable_bytes"])
     assert record["ratings"]["hbm_bytes_per_s"]["source"].startswith("docs.cloud.google.com")
     assert set(record["versions"]) >= {"python", "jax"}
 
@@ -197,11 +200,11 @@ def test_plot_draws_one_picture(compiler, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     compiler[0].append(_measured(44.0))
     found = planner.plan(_question(), {"expert": 4, "tensor": 16}, may_compile=True, with_costs=False)
-    report.plot(tmp_path / "plan.png", dataclasses.replace(found, costs=Costs(1e12, 3e10)))
+    report.plot(tmp_path / "plan.png", dataclasses.replace(found, flops=1e12))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_phase_without_a_step_says_which_there_are():
-    mesh = planner.abstract_mesh({"tensor": 2})
+    mesh = abstract_mesh({"tensor": 2})
     with pytest.raises(NotImplementedError, match="decode and prefill"):
         step.step_to_compile(FULL, mesh, "train", 1, 1024)
