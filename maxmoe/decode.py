@@ -231,7 +231,8 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     from maxmoe.config import load_config
     from maxmoe.inference.compilation_cache import enable_compilation_cache
     from maxmoe.inference.engine import check_request
-    from maxmoe.inference.sampling import SamplingParams, fresh_seed
+    from maxmoe.inference.sampling import fresh_seed
+    from maxmoe.inference.sampling_params import SamplingParams
     from maxmoe.model.transformer import Transformer
     from maxmoe.ops import dispatch
 

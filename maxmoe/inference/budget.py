@@ -114,9 +114,7 @@ def forced_ids(budgets: Budgets, state: ThinkingState) -> Int[Array, "B"]:
 
 def follow(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B"]) -> ThinkingState:
     """The state after one more token per row; a row with a negative token stays where it is."""
-    matched = jnp.where(
-        state.thinking, _match(budgets.close, state, tokens), _match(budgets.open, state, tokens)
-    )
+    matched = jnp.where(state.thinking, _match(budgets.close, state, tokens), _match(budgets.open, state, tokens))
     size = jnp.where(state.thinking, budgets.close.ids.size, budgets.open.ids.size)
     whole = matched == size
     grown = 1 - size * whole  # a whole marker takes back what its ids were counted as

@@ -93,9 +93,7 @@ def draw_scores(logits: Float[Array, "B V"], settings: RowSettings) -> Float[Arr
     return jnp.where(kept | ~draws[:, None], scaled, -jnp.inf)
 
 
-def token_logprobs(
-    logits: Float[Array, "B V"], settings: RowSettings, tokens: Int[Array, "B"]
-) -> Float[Array, "B"]:
+def token_logprobs(logits: Float[Array, "B V"], settings: RowSettings, tokens: Int[Array, "B"]) -> Float[Array, "B"]:
     """Log-probabilities of tokens, in nats, under softmax(logits / temperature), at temperature 1 for greedy rows.
 
     Filters do not change them. NaN beside a token of -1.

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from maxmoe.config import load_config
 from maxmoe.inference import steps
-from maxmoe.inference.engine import Engine, Step
-from maxmoe.inference.sampling import SamplingParams
+from maxmoe.inference.answer import Step
+from maxmoe.inference.engine import Engine
+from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.model.transformer import Transformer
 from tests.inference.random_weights import random_weights
 
@@ -199,9 +200,9 @@ def test_compilations_are_bounded_and_decoding_adds_none(engine):
 REFUSED = [
     ([[]], GREEDY, "prompt 0 is empty.*bos_id=256"),
     ([[1], []], GREEDY, "prompt 1 is empty"),
-    ([[1], [3, 512]], GREEDY, r"prompt 1: token or stop id 512 .*0 to 511"),
+    ([[1], [3, 512]], GREEDY, r"prompt 1: token, stop or bias id 512 .*0 to 511"),
     ([[-1]], GREEDY, "id -1 is outside"),
-    ([[1]], SamplingParams(stop_ids=(600,)), "stop id 600 is outside"),
+    ([[1]], SamplingParams(stop_ids=(600,)), "bias id 600 is outside"),
     ([[1.5]], GREEDY, "sequence of token ids"),
     ([1, 2], GREEDY, "prompt 0 must be a sequence of token ids; got 1"),
     (["ab"], GREEDY, "sequence of token ids"),

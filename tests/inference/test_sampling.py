@@ -1,6 +1,5 @@
 """Sampling: what is kept, what is drawn, which log-probability is told, and that rows do not meet."""
 
-import dataclasses
 import math
 
 import hypothesis
