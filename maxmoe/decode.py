@@ -27,7 +27,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from absl import app, flags
 
 from maxmoe import distributed
 from maxmoe.command_line import flags_parser
+from maxmoe.inference import sampling_flags
 
 _NAME = "maxmoe.decode"
 _IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu", "tokamax")
@@ -78,29 +79,6 @@ _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue. Give this or --
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file", None, "File with the text to continue, in UTF-8, taken as it is; - is standard input."
 )
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Longest answer, in tokens.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature",
-    1.0,
-    "Divides the logits; 0 always takes the likeliest token. The default, with that of --top_p, is the publisher's "
-    "advice for this family.",
-    lower_bound=0.0,
-    upper_bound=100.0,
-)
-_TOP_P = flags.DEFINE_float(
-    "top_p",
-    0.95,
-    "Draws from the likeliest tokens whose probabilities first add up to this; above 0, and 1 means all tokens.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
-_SEED = flags.DEFINE_integer(
-    "seed",
-    None,
-    "Seed of the draws: the same seed gives the same answer. Default: a new one each time; the last line shows it.",
-    lower_bound=0,
-    upper_bound=2**63 - 1,
-)
 _MAX_LEN = flags.DEFINE_integer(
     "max_len",
     None,
@@ -125,8 +103,9 @@ _MESH = flags.DEFINE_string(
     "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for eight. "
     "Several processes need one that has all their devices. Default: the first device alone.",
 )
-distributed.define_flags()
-flags.adopt_module_key_flags(distributed)
+for _module in (sampling_flags, distributed):
+    _module.define_flags()
+    flags.adopt_module_key_flags(_module)
 
 
 @dataclasses.dataclass
@@ -232,16 +211,14 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     from maxmoe.inference.compilation_cache import enable_compilation_cache
     from maxmoe.inference.engine import check_request
     from maxmoe.inference.sampling import fresh_seed
-    from maxmoe.inference.sampling_params import SamplingParams
     from maxmoe.model.transformer import Transformer
     from maxmoe.ops import dispatch
 
-    params = SamplingParams(
-        temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value, max_tokens=_MAX_TOKENS.value
-    )
+    params = sampling_flags.params_from_flags()
     files = object_storage.local_files(folder)
     config = load_config(files)
     tokenizer = load_tokenizer(files, config.vocab_size)
+    thinking = _thinking_markers(tokenizer, params)
     ids = tokenizer.encode(prompt)
     distributed.agree("config", repr(config))
     distributed.agree("prompt", hashlib.sha256(repr(ids).encode()).digest())
@@ -265,12 +242,12 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         enable_compilation_cache()
         default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         dtype = _DTYPE.value or default
-        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, max_len, opened)
+        settings = {"max_len": max_len, "detokenizer": lambda: StreamDecoder(tokenizer), "thinking": thinking}
+        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, settings, opened)
         answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
         write = (lambda text: None) if _JSON.value or job.process_id > 0 else _terminal_writer()
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
-        decoder = StreamDecoder(tokenizer)
-        _collect(run, decoder, answer, write)
+        _collect(run, answer, write)
         if answer.finish_reason == "interrupted" and job.num_processes > 1:
             distributed.fail("interrupted by Ctrl-C")  # the others wait for this one in a step
         elif _SAVE_SESSION.value is not None:
@@ -300,8 +277,25 @@ def _mesh(job: distributed.Job) -> Any:
     return make_mesh(parse_mesh(_MESH.value, count if job.num_processes > 1 else None))
 
 
+def _thinking_markers(tokenizer: Any, params: Any) -> Any:
+    """What opens and closes thinking; None where no budget needs it."""
+    from maxmoe.inference.budget import ThinkingMarkers
+
+    if params.thinking_token_budget is None:
+        return None
+    if not {"<|open|>", "<|close|>", "<|sep|>"} <= tokenizer.special_ids.keys():
+        raise ValueError("--thinking_token_budget: this checkpoint's vocabulary has no markers of thinking")
+    markers = (tokenizer.encode(f"<|{word}|>think<|sep|>", allow_special=True) for word in ("open", "close"))
+    return ThinkingMarkers(*map(tuple, markers))
+
+
 def _make_engine(
-    folder: str | Path, model: Any, mesh: Any, dtype: str | None, max_len: int, opened: contextlib.ExitStack
+    folder: str | Path,
+    model: Any,
+    mesh: Any,
+    dtype: str | None,
+    settings: dict[str, Any],
+    opened: contextlib.ExitStack,
 ) -> Any:
     """An engine with all weights in memory, or one that streams them; what it needs open goes onto `opened`."""
     from maxmoe.checkpoint.store import load_params, open_source
@@ -310,10 +304,10 @@ def _make_engine(
 
     if not _STREAM.value:
         weights = load_params(folder, model, mesh, dtype=dtype, verify=_VERIFY.value)
-        return Engine(model, weights, mesh, max_batch=1, max_len=max_len)
+        return Engine(model, weights, mesh, max_batch=1, **settings)
     source = opened.enter_context(open_source(folder, model, _VERIFY.value))
     cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
-    engine = StreamingEngine(model, source, max_len=max_len, expert_cache_bytes=cache_bytes, dtype=dtype)
+    engine = StreamingEngine(model, source, expert_cache_bytes=cache_bytes, dtype=dtype, **settings)
     opened.callback(engine.close)
     return engine
 
@@ -350,8 +344,8 @@ def _save_session(run: Any, model: Any, fingerprint: str | None) -> str:
     return f"saved {session.num_tokens} tokens to {_SAVE_SESSION.value}"
 
 
-def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callable[[str], None]) -> None:
-    """Adds an engine's steps to the answer and writes their text as it comes, until the end or Ctrl-C."""
+def _collect(run: Any, answer: _Answer, write: Callable[[str], None]) -> None:
+    """Adds the steps of a run to the answer and writes their text as it comes, until the end or Ctrl-C."""
     began = time.perf_counter()
 
     def add(text: str) -> None:
@@ -359,16 +353,16 @@ def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callabl
         write(text)
 
     try:
-        for step in steps:
+        for step in run:
             answer.times.append(time.perf_counter() - began)
-            if step.finish_reason != "stop":
+            if not step.is_stop_id:
                 answer.ids.append(step.token_id)
-                add(decoder.feed([step.token_id]))
+            add(step.text)
             if step.finish_reason is not None:
                 answer.finish_reason = step.finish_reason
     except KeyboardInterrupt:
         pass
-    add(decoder.finish())
+    add(run.finish_text())
 
 
 def _terminal_writer() -> Callable[[str], None]:

@@ -17,10 +17,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from maxmoe import decode
-from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
+from maxmoe.chat.tokenizer import ByteTokenizer
 from maxmoe.config import load_config
 from maxmoe.inference import compilation_cache
-from maxmoe.inference.engine import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "maxmoe/data/tiny"
@@ -167,32 +166,6 @@ def test_damaged_checkpoint_is_one_message(capsys, tmp_path):
 def test_packaged_checkpoint_is_the_tiny_config():
     assert load_config(PACKAGED) == load_config(ROOT / "configs/tiny.py")
     assert sum(file.stat().st_size for file in PACKAGED.iterdir()) < 3_000_000
-
-
-def _steps(*token_ids: int, reason: str = "length"):
-    last = len(token_ids) - 1
-    return iter([Step(token, 0.0, reason if i == last else None) for i, token in enumerate(token_ids)])
-
-
-def test_characters_of_several_tokens_come_whole(capsys):
-    written = []
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    decode._collect(_steps(*"🚀火".encode()), StreamDecoder(ByteTokenizer(512)), answer, written.append)
-    assert [text for text in written if text] == ["🚀", "火"] and answer.text == "🚀火"
-
-
-def test_stop_id_is_not_text():
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    steps = _steps(104, 105, 258, reason="stop")
-    decode._collect(steps, StreamDecoder(ByteTokenizer(512)), answer, lambda text: None)
-    assert (answer.text, answer.ids, answer.finish_reason) == ("hi", [104, 105], "stop")
-
-
-def test_answer_that_ends_inside_a_character_says_so():
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    decode._collect(_steps(104, 0xF0), StreamDecoder(ByteTokenizer(512)), answer, lambda text: None)
-    assert answer.text == "h\N{REPLACEMENT CHARACTER}"
-    assert answer.tokens_per_s is not None and answer.ids == [104, 0xF0]
 
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a␛[2J\tb\n␍�"), (False, "a\x1b[2J\tb\n\r\x9b")])

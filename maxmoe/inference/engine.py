@@ -154,7 +154,8 @@ class Engine:
         """Continues a session as `stream` continues a prompt. Its state is taken over: it is used up.
 
         Only `new_ids` are prefilled. Without any, the next token is the one that the interrupted answer would have
-        had, bit for bit if settings and capacity of the cache are the same.
+        had, bit for bit if settings and capacity of the cache are the same. What looks back at the answer alone begins
+        anew with what was said before as its prompt: presence and frequency penalties, min_tokens, stop strings.
 
         Args:
           new_ids: What comes after the session's tokens; may be empty.
@@ -199,8 +200,8 @@ class Engine:
             began=time.perf_counter(),
         )
 
-    def _run(self, answers: list[Answer], state: BatchState | None = None) -> Iterator[list[Step]]:
-        """Answers one batch; after each token, yields the steps of the answers that it continues.
+    def _run(self, answers: list[Answer], state: BatchState | None = None) -> Iterator[list[Step | None]]:
+        """Answers one batch; after each token, yields the steps of the answers that it continues, None where one fails.
 
         Where steps run ahead, each token is on its way to the next one before the host looks at it, so that the
         device does not wait. A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
