@@ -106,10 +106,25 @@ def test_interrupt_ends_with_what_there_is(capsys, monkeypatch):
     assert SUMMARY.search(out)[3] == "interrupted"
 
 
+def test_flags_of_sampling_reach_the_answer(capsys, greedy_json):
+    arguments = ("--prompt=hé\n", "--temperature=0", "--max_tokens=9", "--json")
+    text = json.loads(greedy_json)["text"]
+    stop = text[3:6]
+    code, out, error = _main(capsys, *arguments, f"--stop={stop}", "--thinking_token_budget=0")
+    assert code == 0, error
+    assert json.loads(out)["text"] == text[: text.index(stop)] and json.loads(out)["finish_reason"] == "stop"
+    _, out, _ = _main(capsys, *arguments, "--presence_penalty=2", "--frequency_penalty=2", "--repetition_penalty=9")
+    assert len(set(json.loads(out)["ids"])) == 9  # so strong that nothing comes twice
+    code, _, error = _main(capsys, *arguments, "--min_tokens=10")
+    assert code == 2 and "min_tokens=10: must be an integer in 0..max_tokens, which is 9" in error
+
+
 def test_help_teaches_the_command():
     code, out, _ = _run("--help")
     assert code == 0 and "python -m maxmoe.decode --prompt" in out
     names = "checkpoint prompt prompt_file max_tokens temperature top_p seed max_len dtype implementation".split()
+    names += "top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens stop".split()
+    names += ["thinking_token_budget"]
     for name in names:
         assert f"  --{name}: " in out
     assert "--[no]json" in out and str(Path.home()) not in out.replace(str(ROOT), "")

@@ -19,6 +19,8 @@ from maxmoe.inference.next_token import Chosen
 from maxmoe.inference.sampling import RowSettings
 from maxmoe.model.cache import Cache
 
+_DRAWN_WITH = (*RowSettings._fields, "repetition_penalty", "presence_penalty", "frequency_penalty")
+
 
 @dataclasses.dataclass
 class BatchState:
@@ -95,7 +97,8 @@ class Run:
             token_ids=(np.concatenate([answer.prompt, answered]),),
             logits=state.logits,
             seeds=(answer.seed,),
-            sampling={name: np.asarray(getattr(answer.params, name)).item() for name in RowSettings._fields},
+            sampling={name: np.asarray(getattr(answer.params, name)).item() for name in _DRAWN_WITH}
+            | {"logit_bias": list(answer.params.logit_bias)},
         )
 
 

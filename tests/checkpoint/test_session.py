@@ -388,6 +388,6 @@ def test_a_long_session_in_a_cache_for_a_million_tokens(tmp_path):
 
 
 def test_module_knows_every_seed_that_sampling_allows():
-    from maxmoe.inference.sampling import MAX_SEED
+    from maxmoe.inference.sampling_params import MAX_SEED
 
     assert session_lib._MAX_SEED == MAX_SEED

@@ -119,6 +119,7 @@ def test_stop_id_is_counted_nowhere(engine):
     limited = dataclasses.replace(GREEDY, thinking_token_budget=1, stop_ids=(CLOSE[2],))
     answer = engine.generate([prompt], limited)[0]
     assert answer.stop_id == CLOSE[2] and len(answer.ids) == 3
+    assert answer.text == ByteTokenizer(512).decode(answer.ids)
     assert (answer.num_thinking_tokens, answer.num_answer_tokens) == (1, 0)
 
 
