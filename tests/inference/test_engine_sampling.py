@@ -108,8 +108,11 @@ def test_budget_closes_thinking(engine):
     left, right = engine.generate([prompt, PROMPT], [limited, limited])
     assert free.num_thinking_tokens == 12 and free.num_answer_tokens == 0 and not free.budget_forced
     assert left.ids[:7] == [*free.ids[:4], *CLOSE] and left.budget_forced
-    assert (left.num_thinking_tokens, left.num_answer_tokens) == (4, 5) and len(left.ids) == 12
+    assert (left.num_thinking_tokens, left.num_answer_tokens) == (4, len(left.ids) - 7) and len(left.ids) > 7
     assert right.num_thinking_tokens == 0 and not right.budget_forced  # it does not think at all
+    late = engine.generate([prompt], dataclasses.replace(GREEDY, thinking_token_budget=8))[0]
+    assert (late.num_thinking_tokens, late.num_answer_tokens, len(late.ids)) == (8, 1, 12)  # three are the marker
+    assert late.finish_reason == "length" and late.budget_forced
     none = engine.generate([prompt], dataclasses.replace(GREEDY, thinking_token_budget=0, max_tokens=3))[0]
     assert none.ids == list(CLOSE) and (none.num_thinking_tokens, none.num_answer_tokens) == (0, 0)
 
