@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxmoe.inference.sampling_params import SamplingParams
 
-NO_FORCED_ID = -1
+_NO_ID = -1
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -88,9 +89,12 @@ class ThinkingState(NamedTuple):
 
 
 def start_thinking(
-    markers: ThinkingMarkers, params: Sequence[SamplingParams], prompts: Sequence[Int[np.ndarray, "T"]]
+    markers: ThinkingMarkers,
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Int[np.ndarray, "T"]],
+    answers: Sequence[Int[np.ndarray, "N"]],
 ) -> tuple[Budgets, ThinkingState]:
-    """Budgets of a batch, and where its prompts leave it, as host arrays.
+    """Budgets of a batch, and where its prompts and what there is of its answers leave it.
 
     What a prompt has thought since its last marker counts towards the budget; earlier thinking is closed, and does
     not. The counts of the state are those of the answer alone.
@@ -103,13 +107,20 @@ def start_thinking(
     thinking = np.array([stand[0] for stand in stands], bool)
     matched = np.array([stand[1] for stand in stands], np.int32)
     budgets = Budgets(_tables(markers.open_ids), _tables(markers.close_ids), np.array(limits, np.int32))
-    return budgets, ThinkingState(thinking, matched, matched * thinking, matched * ~thinking)
+    state = ThinkingState(thinking, matched, matched * thinking, matched * ~thinking)
+    longest = max(answer.size for answer in answers)
+    if not longest:
+        return budgets, state
+    said = np.full((len(answers), 1 << (longest - 1).bit_length()), _NO_ID, np.int32)  # few widths to compile
+    for row, answer in zip(said, answers, strict=True):
+        row[: answer.size] = answer
+    return budgets, _follow_all(budgets, state, said)
 
 
 def forced_ids(budgets: Budgets, state: ThinkingState) -> Int[Array, "B"]:
     """The id that must come next in each row, or -1 where any may."""
     spent = state.thinking & (state.num_thinking >= budgets.limits)
-    return jnp.where(spent, budgets.close.ids[state.matched], NO_FORCED_ID)
+    return jnp.where(spent, budgets.close.ids[state.matched], _NO_ID)
 
 
 def follow(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B"]) -> ThinkingState:
@@ -125,6 +136,11 @@ def follow(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B"]) -> T
         num_answer=state.num_answer + grown * ~state.thinking,
     )
     return ThinkingState(*(jnp.where(tokens < 0, old, value) for old, value in zip(state, new, strict=True)))
+
+
+@jax.jit
+def _follow_all(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B N"]) -> ThinkingState:
+    return jax.lax.scan(lambda state, column: (follow(budgets, state, column), None), state, tokens.T)[0]
 
 
 def _match(marker: MarkerTables, state: ThinkingState, tokens: Int[Array, "B"]) -> Int[Array, "B"]:

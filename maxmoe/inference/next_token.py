@@ -20,7 +20,7 @@ from maxmoe.inference.penalties import (
     Penalties,
     TokenCounts,
     adjust,
-    count_prompts,
+    count_all,
     count_tokens,
     stack_biases,
     stack_early_stops,
@@ -92,11 +92,18 @@ def lay_out(
     stop_ids: Sequence[frozenset[int]],
     vocab_size: int,
     markers: ThinkingMarkers | None = None,
+    answers: Sequence[Int[np.ndarray, "N"]] | None = None,
 ) -> tuple[Rows, Progress]:
-    """Several requests side by side, each before the first token of its answer, as host arrays."""
+    """Several requests side by side, as arrays on the host where nothing has to be computed.
+
+    Args:
+      answers: What each has said already, as when other requests join its batch or it comes back to one; None for
+        nothing. What comes next is what would have come without the break.
+    """
     lengths = [prompt.size for prompt in prompts]
+    answers = [np.zeros(0, np.int32)] * len(prompts) if answers is None else answers
     penalties = stack_penalties(params)
-    budgets, thinking = (None, None) if markers is None else start_thinking(markers, params, prompts)
+    budgets, thinking = (None, None) if markers is None else start_thinking(markers, params, prompts, answers)
     rows = Rows(
         settings=stack_settings(params),
         words=seed_words(seeds),
@@ -105,20 +112,29 @@ def lay_out(
         early_stops=stack_early_stops(params, stop_ids, lengths),
         budgets=budgets,
     )
-    counts = None if penalties is None else count_prompts(prompts, vocab_size)
-    return rows, Progress(np.array(lengths, np.int32), counts, thinking)
+    counts = None if penalties is None else count_all(prompts, answers, vocab_size)
+    positions = [length + answer.size for length, answer in zip(lengths, answers, strict=True)]
+    return rows, Progress(np.array(positions, np.int32), counts, thinking)
 
 
 @functools.partial(jax.jit, static_argnames="with_top", donate_argnames="progress")
 def next_tokens(
-    logits: Float[Array, "B V"], rows: Rows, progress: Progress, with_top: bool = False
+    logits: Float[Array, "B V"],
+    rows: Rows,
+    progress: Progress,
+    with_top: bool = False,
+    active: Bool[Array, "B"] | None = None,
 ) -> tuple[Chosen, Progress]:
     """The next token of every row, and the progress after it; `progress` is used up.
 
     A forced id takes the place of what was drawn, unless the logits are no distribution.
+
+    Args:
+      active: Rows that take their token; the others stay where they are. None for all.
     """
     chosen = choose(logits, rows, progress, with_top)
-    return chosen, advance(rows, progress, chosen.tokens)
+    taken = chosen.tokens if active is None else jnp.where(active, chosen.tokens, INVALID_TOKEN)
+    return chosen, advance(rows, progress, taken)
 
 
 def choose(logits: Float[Array, "B V"], rows: Rows, progress: Progress, with_top: bool = False) -> Chosen:

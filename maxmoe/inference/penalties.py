@@ -58,12 +58,15 @@ def stack_penalties(params: Sequence[SamplingParams]) -> Penalties | None:
     return None if neutral else penalties
 
 
-def count_prompts(prompts: Sequence[Int[np.ndarray, "T"]], vocab_size: int) -> TokenCounts:
-    """Counts at the start of answers, as host arrays."""
-    in_prompt = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(in_prompt, prompts, strict=True):
-        row[prompt] = True
-    return TokenCounts(in_prompt, np.zeros(in_prompt.shape, np.int32))
+def count_all(
+    prompts: Sequence[Int[np.ndarray, "T"]], answers: Sequence[Int[np.ndarray, "N"]], vocab_size: int
+) -> TokenCounts:
+    """Counts after what there is of each answer, as host arrays."""
+    counts = TokenCounts(np.zeros((len(prompts), vocab_size), bool), np.zeros((len(prompts), vocab_size), np.int32))
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        counts.in_prompt[row, prompt] = True
+        counts.in_answer[row] = np.bincount(answer, minlength=vocab_size)
+    return counts
 
 
 def stack_biases(params: Sequence[SamplingParams]) -> LogitBias | None:

@@ -42,6 +42,29 @@ def test_a_row_does_not_depend_on_its_batch():
     assert _answers([1], markers=None) == [together[1]]
 
 
+def test_an_answer_goes_on_after_a_break_and_while_others_wait():
+    """Each of three rows says five tokens while one waits, then all go on from what was said."""
+    whole = _answers([0, 1, 2, 3])
+    for number in (0, 1, 2):
+        rows, progress = jax.device_put(_lay_out([number, 3]))
+        answer, active = [], np.array([True, False])
+        for _ in range(5):
+            last = [(answer or PROMPTS[number].tolist())[-1], 10]
+            chosen, progress = next_tokens(jnp.asarray(TABLE[last]), rows, progress, active=active)
+            answer.append(int(chosen.tokens[0]))
+        assert answer == whole[number][:5] and progress.positions.tolist()[1] == 1
+        params, prompts = [PARAMS[number], PARAMS[3]], [PROMPTS[number], PROMPTS[3]]
+        said = [np.array(answer, np.int32), np.zeros(0, np.int32)]
+        stop_ids = [frozenset({0, *p.stop_ids}) for p in params]
+        rows, progress = lay_out(params, prompts, [10 + number, 13], stop_ids, VOCAB, MARKERS, said)
+        last, continued = np.array([answer[-1], 10]), []
+        for _ in range(7):
+            chosen, progress = next_tokens(jnp.asarray(TABLE[last]), rows, progress)
+            last = np.array(chosen.tokens)
+            continued.append(last.tolist())
+        assert [list(row) for row in zip(*continued, strict=True)] == [whole[number][5:], whole[3][:7]]
+
+
 def test_the_rows_do_what_they_ask():
     penalised, _, thinking, plain = _answers([0, 1, 2, 3])
     assert 28 not in penalised and penalised != plain

@@ -12,7 +12,8 @@ PLAIN = SamplingParams()
 
 def _adjusted(logits, params, prompts, answers, stop_ids=frozenset()):
     """The logits after each row's answer, by the functions that sampling uses; float32."""
-    counts = penalties.count_prompts([np.array(prompt) for prompt in prompts], VOCAB)
+    nothing = [np.zeros(0, np.int32)] * len(prompts)
+    counts = penalties.count_all([np.array(prompt) for prompt in prompts], nothing, VOCAB)
     for tokens in zip(*answers, strict=True):
         counts = penalties.count_tokens(penalties.TokenCounts(*map(jnp.asarray, counts)), jnp.array(tokens))
     lengths = [len(prompt) for prompt in prompts]
@@ -64,6 +65,15 @@ def test_counts_tell_prompt_from_answer():
     logits = np.full((1, VOCAB), 4.0, np.float32)
     adjusted = _adjusted(logits, params, [[1, 2]], [[2, -1, 3]])
     assert adjusted[0, :5].tolist() == [4, 2, 1, 1, 4] and adjusted[0, VOCAB - 1] == 4
+
+
+def test_counts_of_an_answer_at_once_are_those_of_its_tokens():
+    prompts, answers = [np.array([1]), np.array([2])], [np.array([3, 3, 1]), np.zeros(0, np.int32)]
+    at_once = penalties.count_all(prompts, answers, VOCAB)
+    counts = penalties.count_all(prompts, [answers[1]] * 2, VOCAB)
+    for token in answers[0]:
+        counts = penalties.count_tokens(penalties.TokenCounts(*map(jnp.asarray, counts)), jnp.array([token, -1]))
+    assert all(np.array_equal(left, right) for left, right in zip(at_once, counts, strict=True))
 
 
 def test_min_tokens_ends_where_it_says():
