@@ -20,15 +20,17 @@ PARAMS = [
 PROMPTS = [np.array(ids, np.int32) for ids in ([9, 8], [7, 7, 7], [1, 2, 11], [10])]
 
 
-def _lay_out(numbers, markers=MARKERS):
+def _lay_out(numbers, markers=MARKERS, said=None):
     params, prompts = [PARAMS[i] for i in numbers], [PROMPTS[i] for i in numbers]
     stop_ids = [frozenset({0, *p.stop_ids}) for p in params]
-    return lay_out(params, prompts, [10 + i for i in numbers], stop_ids, VOCAB, markers)
+    return lay_out(params, prompts, [10 + i for i in numbers], stop_ids, VOCAB, markers, said)
 
 
-def _answers(numbers, count=12, markers=MARKERS):
-    rows, progress = jax.device_put(_lay_out(numbers, markers))
-    tokens, answers = np.array([PROMPTS[i][-1] for i in numbers]), []
+def _answers(numbers, count=12, markers=MARKERS, said=None):
+    rows, progress = jax.device_put(_lay_out(numbers, markers, said))
+    before = [PROMPTS[i] for i in numbers]
+    before = before if said is None else [np.append(*pair) for pair in zip(before, said, strict=True)]
+    tokens, answers = np.array([ids[-1] for ids in before]), []
     for _ in range(count):
         chosen, progress = next_tokens(jnp.asarray(TABLE[tokens]), rows, progress)
         tokens = np.array(chosen.tokens)
@@ -42,27 +44,19 @@ def test_a_row_does_not_depend_on_its_batch():
     assert _answers([1], markers=None) == [together[1]]
 
 
-def test_an_answer_goes_on_after_a_break_and_while_others_wait():
-    """Each of three rows says five tokens while one waits, then all go on from what was said."""
+def test_answers_go_on_after_a_break_and_while_others_wait():
+    """Three rows say five tokens while the fourth waits; then all are laid out anew, and go on."""
     whole = _answers([0, 1, 2, 3])
-    for number in (0, 1, 2):
-        rows, progress = jax.device_put(_lay_out([number, 3]))
-        answer, active = [], np.array([True, False])
-        for _ in range(5):
-            last = [(answer or PROMPTS[number].tolist())[-1], 10]
-            chosen, progress = next_tokens(jnp.asarray(TABLE[last]), rows, progress, active=active)
-            answer.append(int(chosen.tokens[0]))
-        assert answer == whole[number][:5] and progress.positions.tolist()[1] == 1
-        params, prompts = [PARAMS[number], PARAMS[3]], [PROMPTS[number], PROMPTS[3]]
-        said = [np.array(answer, np.int32), np.zeros(0, np.int32)]
-        stop_ids = [frozenset({0, *p.stop_ids}) for p in params]
-        rows, progress = lay_out(params, prompts, [10 + number, 13], stop_ids, VOCAB, MARKERS, said)
-        last, continued = np.array([answer[-1], 10]), []
-        for _ in range(7):
-            chosen, progress = next_tokens(jnp.asarray(TABLE[last]), rows, progress)
-            last = np.array(chosen.tokens)
-            continued.append(last.tolist())
-        assert [list(row) for row in zip(*continued, strict=True)] == [whole[number][5:], whole[3][:7]]
+    rows, progress = jax.device_put(_lay_out([0, 1, 2, 3]))
+    tokens, said, active = np.array([prompt[-1] for prompt in PROMPTS]), [], np.array([True, True, True, False])
+    for _ in range(5):
+        chosen, progress = next_tokens(jnp.asarray(TABLE[tokens]), rows, progress, active=active)
+        tokens = np.where(active, chosen.tokens, tokens)
+        said.append(tokens)
+    assert progress.positions.tolist() == [7, 8, 8, 1]
+    answers = [*np.array(said).T[:3], np.zeros(0, np.int32)]
+    assert [answer.tolist() for answer in answers] == [row[:5] for row in whole[:3]] + [[]]
+    assert _answers([0, 1, 2, 3], 7, said=answers) == [row[5:] for row in whole[:3]] + [whole[3][:7]]
 
 
 def test_the_rows_do_what_they_ask():
