@@ -5,7 +5,6 @@ below are further apart than that, so that tokens must be equal and log-probabil
 """
 
 import dataclasses
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -14,33 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from maxmoe.config import load_config
 from maxmoe.inference import steps
 from maxmoe.inference.answer import Step
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
-from maxmoe.model.transformer import Transformer
-from tests.inference.random_weights import random_weights
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 16
 LOGPROB_TOLERANCE = 1e-4  # float32 logits of size 10 after a hundred rounded steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SHORT, MIDDLE, LONG = [300, 7], list(range(40, 53)), [(37 * i) % 256 for i in range(70)]
 """Shorter than the convolution's window of 4; within a chunk; over four chunks, and over the index's top_k of 64."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Two layers: the tiny model's dense KDA layer, and a full-attention layer with indexer and experts."""
-    config = load_config(ROOT / "configs/tiny.py")
-    return Transformer(dataclasses.replace(config, num_layers=2, full_attention_layers=(1,)))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_weights(model, jnp.float32)
 
 
 @pytest.fixture(scope="module")

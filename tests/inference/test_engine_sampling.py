@@ -2,36 +2,20 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
-from maxmoe.config import load_config
 from maxmoe.inference.answer import InvalidLogitsError
 from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
-from maxmoe.model.transformer import Transformer
-from tests.inference.random_weights import random_weights
 
-ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPT, OTHER = list(range(40, 53)), [3, 7]
 OPEN, CLOSE = (259, 116, 261), (260, 116, 261)  # <|open|>t<|sep|> and <|close|>t<|sep|>
-
-
-@pytest.fixture(scope="module")
-def model():
-    config = load_config(ROOT / "configs/tiny.py")
-    return Transformer(dataclasses.replace(config, num_layers=2, full_attention_layers=(1,)))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_weights(model, jnp.float32)
 
 
 @pytest.fixture(scope="module")
