@@ -10,6 +10,7 @@ _HOMES = {
     "Engine": "maxmoe.inference.engine",
     "SamplingParams": "maxmoe.inference.sampling_params",
     "Session": "maxmoe.checkpoint.session",
+    "ThinkingMarkers": "maxmoe.inference.budget",
     "Transformer": "maxmoe.model.transformer",
     "decode_step": "maxmoe.inference.steps",
     "describe": "maxmoe.describe",
