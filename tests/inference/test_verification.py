@@ -84,12 +84,24 @@ SETTINGS = [
 ]
 
 
-def _drawn(params, model, drafter, rows, num_drafted=1, seed=0):
-    """Tokens of many rows, each with a draft from the drafter's own noise."""
+CRITICAL = (0, 15.14, 18.42, 21.11, 23.51, 25.74)  # of chi-square at 1e-4, by degrees of freedom
+
+
+def _deviates(chosen, probs):
+    """Whether tokens are not drawn from probs, by Pearson's chi-square; wrong about those that are 1 time in 10,000."""
+    expected = np.array(probs, np.float64) * chosen.size
+    counts = np.bincount(chosen, minlength=expected.size)
+    possible = expected > 0
+    statistic = np.sum((counts - expected)[possible] ** 2 / expected[possible])
+    return bool(counts[~possible].any() or statistic > CRITICAL[possible.sum() - 1] + 1e-6)
+
+
+def _drawn(params, model, drafter, rows, num_drafted=1, seed=0, told=None):
+    """Tokens of many rows, each with a draft from the drafter's own noise; `told` is what the drafter says it is."""
     width = drafter.shape[0]
     draft = jax.random.categorical(jax.random.key(seed), jnp.log(drafter), axis=-1, shape=(rows, width))
     logits = jnp.broadcast_to(model, (rows, *model.shape))
-    logprobs = jnp.broadcast_to(jnp.log(drafter), (rows, *drafter.shape))
+    logprobs = jnp.broadcast_to(jnp.log(drafter if told is None else told), (rows, *drafter.shape))
     settings, words = stack_settings([params] * rows), seed_words(range(rows))
     counts, positions = np.full(rows, num_drafted), np.zeros(rows, np.int32)
     tokens, taken = verify_drawn(logits, draft, logprobs, counts, settings, words, positions)
@@ -109,14 +121,10 @@ def test_verify_drawn_leaves_the_distribution(params):
     tokens, taken, draft = _drawn(params, model, drafter, rows)
     scores = draw_scores(jnp.asarray(model), stack_settings([params] * 2))
     for place, chosen in enumerate((tokens[:, 0], tokens[taken[:, 1], 1])):
-        expected = np.array(jax.nn.softmax(scores[place])) * chosen.size
-        counts = np.bincount(chosen, minlength=vocab)
-        possible = expected > 0
-        assert not counts[~possible].any()
-        statistic = np.sum((counts - expected)[possible] ** 2 / expected[possible])
-        critical = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74}  # of chi-square at 1e-4, by degrees of freedom
-        degrees = int(possible.sum()) - 1
-        assert degrees == 0 or statistic < critical[degrees], (place, statistic, counts, expected)
+        assert not _deviates(chosen, jax.nn.softmax(scores[place])), (place, np.bincount(chosen))
+    # A drafter that is not what it says changes the distribution, and that is seen.
+    lied, _, _ = _drawn(params, model, drafter, rows, told=np.full((1, vocab), 1 / vocab, np.float32))
+    assert _deviates(lied[:, 0], jax.nn.softmax(scores[0]))
     # Accepted as often as the theory says: the sum of min(p, q).
     rate = float(np.minimum(jax.nn.softmax(scores[0]), drafter[0]).sum())
     assert taken[:, 1].mean() == pytest.approx(rate, abs=4 * np.sqrt(rate * (1 - rate) / rows))
