@@ -6,10 +6,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Completion": "maxmoe.inference.engine",
+    "Completion": "maxmoe.inference.answer",
     "Engine": "maxmoe.inference.engine",
-    "SamplingParams": "maxmoe.inference.sampling",
+    "SamplingParams": "maxmoe.inference.sampling_params",
     "Session": "maxmoe.checkpoint.session",
+    "ThinkingMarkers": "maxmoe.inference.budget",
     "Transformer": "maxmoe.model.transformer",
     "decode_step": "maxmoe.inference.steps",
     "describe": "maxmoe.describe",

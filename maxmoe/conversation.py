@@ -128,6 +128,7 @@ class Conversation:
         self._request, self._tokenizer, self._max_len, self._tell = request, tokenizer, max_len, tell
         self._styled = styled
         self._told: set[str] = set()
+        self._reader: Answer
         messages = request["messages"]
         asks = not messages or (isinstance(messages[-1], Mapping) and messages[-1].get("role") == "system")
         if is_interactive() and asks and not self.ask():
@@ -151,7 +152,12 @@ class Conversation:
             if warning not in self._told:
                 self._tell(warning)
         self._told |= {*prompt.warnings}
-        return Answer(self._tokenizer, prompt, self._styled)
+        self._reader = Answer(self._tokenizer, prompt, self._styled)
+        return self._reader
+
+    def reader(self) -> "Answer":
+        """What reads the answer that was begun last: the detokenizer of an engine."""
+        return self._reader
 
     def add(self, message: dict[str, Any]) -> None:
         """Adds an answer."""

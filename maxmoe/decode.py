@@ -32,7 +32,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from absl import app, flags
 
 from maxmoe import conversation, distributed, terminal
 from maxmoe.command_line import flags_parser
+from maxmoe.inference import sampling_flags
 
 _NAME = "maxmoe.decode"
 _IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu", "tokamax")
@@ -83,29 +84,6 @@ _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue. Give this or --
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file", None, "File with the text to continue, in UTF-8, taken as it is; - is standard input."
 )
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Longest answer, in tokens.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature",
-    1.0,
-    "Divides the logits; 0 always takes the likeliest token. The default, with that of --top_p, is the publisher's "
-    "advice for this family.",
-    lower_bound=0.0,
-    upper_bound=100.0,
-)
-_TOP_P = flags.DEFINE_float(
-    "top_p",
-    0.95,
-    "Draws from the likeliest tokens whose probabilities first add up to this; above 0, and 1 means all tokens.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
-_SEED = flags.DEFINE_integer(
-    "seed",
-    None,
-    "Seed of the draws: the same seed gives the same answer. Default: a new one each time; the last line shows it.",
-    lower_bound=0,
-    upper_bound=2**63 - 1,
-)
 _MAX_LEN = flags.DEFINE_integer(
     "max_len",
     None,
@@ -130,7 +108,7 @@ _MESH = flags.DEFINE_string(
     "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for eight. "
     "Several processes need one that has all their devices. Default: the first device alone.",
 )
-for _module in (conversation, distributed):
+for _module in (conversation, sampling_flags, distributed):
     _module.define_flags()
     flags.adopt_module_key_flags(_module)
 
@@ -246,24 +224,23 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     from maxmoe.config import load_config
     from maxmoe.inference.compilation_cache import enable_compilation_cache
     from maxmoe.inference.engine import check_request
-    from maxmoe.inference.sampling import SamplingParams, fresh_seed
+    from maxmoe.inference.sampling import fresh_seed
     from maxmoe.model.transformer import Transformer
     from maxmoe.ops import dispatch
 
-    params = SamplingParams(
-        temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value, max_tokens=_MAX_TOKENS.value
-    )
+    params = sampling_flags.params_from_flags()
     files = object_storage.local_files(folder)
     config = load_config(files)
     tokenizer = load_tokenizer(files, config.vocab_size)
+    thinking = _thinking_markers(tokenizer, params)
     max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
     shows = not _JSON.value and job.process_id == 0
-    talk, decoder, ids = None, StreamDecoder(tokenizer), tokenizer.encode(prompt)
+    talk, reader, ids = None, None, tokenizer.encode(prompt)
     if conversation.is_asked_for():
         request, tell = conversation.request_from_flags(prompt), functools.partial(_tell, job)
         talk = conversation.Conversation(request, tokenizer, max_len, tell, shows and terminal.is_terminal())
-        decoder = talk.next_answer()
-        ids = decoder.prompt_ids
+        reader = talk.next_answer()
+        ids = reader.prompt_ids
     distributed.agree("config", repr(config))
     distributed.agree("prompt", hashlib.sha256(repr(ids).encode()).digest())
     dispatch.check_platform(_IMPLEMENTATION.value)
@@ -285,13 +262,15 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         enable_compilation_cache()
         default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         dtype = _DTYPE.value or default
-        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, max_len, opened)
+        settings = {"max_len": max_len, "thinking": thinking}
+        settings["detokenizer"] = functools.partial(StreamDecoder, tokenizer) if talk is None else talk.reader
+        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, settings, opened)
         answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
         write = (_terminal_writer() if talk is None else terminal.write) if shows else lambda text: None
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
-        _collect(run, decoder, answer, write)
+        _collect(run, answer, write)
         if talk is not None:
-            answer.message, answer.finish_reason = decoder.message(answer.finish_reason)
+            answer.message, answer.finish_reason = reader.message(answer.finish_reason)
         if conversation.is_interactive():
             answer = _go_on_talking(talk, engine, run, answer, params)
         if answer.finish_reason == "interrupted" and job.num_processes > 1:
@@ -313,7 +292,7 @@ def _go_on_talking(talk: conversation.Conversation, engine: Any, run: Any, answe
         reader = talk.next_answer()
         run = conversation.go_on(engine, run, reader.prompt_ids, params)
         answer = _Answer(num_prompt_tokens=len(reader.prompt_ids), seed=params.seed)
-        _collect(run, reader, answer, terminal.write)
+        _collect(run, answer, terminal.write)
         answer.message, answer.finish_reason = reader.message(answer.finish_reason)
 
 
@@ -337,8 +316,25 @@ def _mesh(job: distributed.Job) -> Any:
     return make_mesh(parse_mesh(_MESH.value, count if job.num_processes > 1 else None))
 
 
+def _thinking_markers(tokenizer: Any, params: Any) -> Any:
+    """What opens and closes thinking; None where no budget needs it."""
+    from maxmoe.inference.budget import ThinkingMarkers
+
+    if params.thinking_token_budget is None:
+        return None
+    if not {"<|open|>", "<|close|>", "<|sep|>"} <= tokenizer.special_ids.keys():
+        raise ValueError("--thinking_token_budget: this checkpoint's vocabulary has no markers of thinking")
+    markers = (tokenizer.encode(f"<|{word}|>think<|sep|>", allow_special=True) for word in ("open", "close"))
+    return ThinkingMarkers(*map(tuple, markers))
+
+
 def _make_engine(
-    folder: str | Path, model: Any, mesh: Any, dtype: str | None, max_len: int, opened: contextlib.ExitStack
+    folder: str | Path,
+    model: Any,
+    mesh: Any,
+    dtype: str | None,
+    settings: dict[str, Any],
+    opened: contextlib.ExitStack,
 ) -> Any:
     """An engine with all weights in memory, or one that streams them; what it needs open goes onto `opened`."""
     from maxmoe.checkpoint.store import load_params, open_source
@@ -347,10 +343,10 @@ def _make_engine(
 
     if not _STREAM.value:
         weights = load_params(folder, model, mesh, dtype=dtype, verify=_VERIFY.value)
-        return Engine(model, weights, mesh, max_batch=1, max_len=max_len)
+        return Engine(model, weights, mesh, max_batch=1, **settings)
     source = opened.enter_context(open_source(folder, model, _VERIFY.value))
     cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
-    engine = StreamingEngine(model, source, max_len=max_len, expert_cache_bytes=cache_bytes, dtype=dtype)
+    engine = StreamingEngine(model, source, expert_cache_bytes=cache_bytes, dtype=dtype, **settings)
     opened.callback(engine.close)
     return engine
 
@@ -387,8 +383,8 @@ def _save_session(run: Any, model: Any, fingerprint: str | None) -> str:
     return f"saved {session.num_tokens} tokens to {_SAVE_SESSION.value}"
 
 
-def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callable[[str], None]) -> None:
-    """Adds an engine's steps to the answer and writes their text as it comes, until the end or Ctrl-C."""
+def _collect(run: Any, answer: _Answer, write: Callable[[str], None]) -> None:
+    """Adds the steps of a run to the answer and writes their text as it comes, until the end or Ctrl-C."""
     began = time.perf_counter()
 
     def add(text: str) -> None:
@@ -396,16 +392,16 @@ def _collect(steps: Iterator[Any], decoder: Any, answer: _Answer, write: Callabl
         write(text)
 
     try:
-        for step in steps:
+        for step in run:
             answer.times.append(time.perf_counter() - began)
-            if step.finish_reason != "stop":
+            if not step.is_stop_id:
                 answer.ids.append(step.token_id)
-                add(decoder.feed([step.token_id]))
+            add(step.text)
             if step.finish_reason is not None:
                 answer.finish_reason = step.finish_reason
     except KeyboardInterrupt:
         pass
-    add(decoder.finish())
+    add(run.finish_text())
 
 
 def _terminal_writer() -> Callable[[str], None]:

@@ -17,10 +17,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from maxmoe import decode
-from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
+from maxmoe.chat.tokenizer import ByteTokenizer
 from maxmoe.config import load_config
 from maxmoe.inference import compilation_cache
-from maxmoe.inference.engine import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "maxmoe/data/tiny"
@@ -107,10 +106,25 @@ def test_interrupt_ends_with_what_there_is(capsys, monkeypatch):
     assert SUMMARY.search(out)[3] == "interrupted"
 
 
+def test_flags_of_sampling_reach_the_answer(capsys, greedy_json):
+    arguments = ("--prompt=hé\n", "--temperature=0", "--max_tokens=9", "--json")
+    text = json.loads(greedy_json)["text"]
+    stop = text[3:6]
+    code, out, error = _main(capsys, *arguments, f"--stop={stop}", "--thinking_token_budget=0")
+    assert code == 0, error
+    assert json.loads(out)["text"] == text[: text.index(stop)] and json.loads(out)["finish_reason"] == "stop"
+    _, out, _ = _main(capsys, *arguments, "--presence_penalty=2", "--frequency_penalty=2", "--repetition_penalty=9")
+    assert len(set(json.loads(out)["ids"])) == 9  # so strong that nothing comes twice
+    code, _, error = _main(capsys, *arguments, "--min_tokens=10")
+    assert code == 2 and "min_tokens=10: must be an integer in 0..max_tokens, which is 9" in error
+
+
 def test_help_teaches_the_command():
     code, out, _ = _run("--help")
     assert code == 0 and "python -m maxmoe.decode --prompt" in out
     names = "checkpoint prompt prompt_file max_tokens temperature top_p seed max_len dtype implementation".split()
+    names += "top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens stop".split()
+    names += ["thinking_token_budget"]
     for name in names:
         assert f"  --{name}: " in out
     assert "--[no]json" in out and str(Path.home()) not in out.replace(str(ROOT), "")
@@ -167,32 +181,6 @@ def test_damaged_checkpoint_is_one_message(capsys, tmp_path):
 def test_packaged_checkpoint_is_the_tiny_config():
     assert load_config(PACKAGED) == load_config(ROOT / "configs/tiny.py")
     assert sum(file.stat().st_size for file in PACKAGED.iterdir()) < 3_000_000
-
-
-def _steps(*token_ids: int, reason: str = "length"):
-    last = len(token_ids) - 1
-    return iter([Step(token, 0.0, reason if i == last else None) for i, token in enumerate(token_ids)])
-
-
-def test_characters_of_several_tokens_come_whole(capsys):
-    written = []
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    decode._collect(_steps(*"🚀火".encode()), StreamDecoder(ByteTokenizer(512)), answer, written.append)
-    assert [text for text in written if text] == ["🚀", "火"] and answer.text == "🚀火"
-
-
-def test_stop_id_is_not_text():
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    steps = _steps(104, 105, 258, reason="stop")
-    decode._collect(steps, StreamDecoder(ByteTokenizer(512)), answer, lambda text: None)
-    assert (answer.text, answer.ids, answer.finish_reason) == ("hi", [104, 105], "stop")
-
-
-def test_answer_that_ends_inside_a_character_says_so():
-    answer = decode._Answer(num_prompt_tokens=1, seed=0)
-    decode._collect(_steps(104, 0xF0), StreamDecoder(ByteTokenizer(512)), answer, lambda text: None)
-    assert answer.text == "h\N{REPLACEMENT CHARACTER}"
-    assert answer.tokens_per_s is not None and answer.ids == [104, 0xF0]
 
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a␛[2J\tb\n␍�"), (False, "a\x1b[2J\tb\n\r\x9b")])

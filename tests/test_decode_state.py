@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 
 from maxmoe import decode
 from maxmoe.checkpoint.convert import convert
+from maxmoe.inference.run import Run
 
 TINY = Path(decode.__file__).parent / "data/tiny"
 PROMPT = "The quick brown fox"
@@ -140,19 +141,15 @@ def test_checksums_are_compared_unless_switched_off(capsys, tmp_path, converted)
 
 def test_ctrl_c_saves_what_there_is(capsys, tmp_path, monkeypatch):
     whole, _ = _answer(capsys, f"--prompt={PROMPT}", "--max_tokens=12")
-    folder, collect = tmp_path / "a", decode._collect
+    folder, step = tmp_path / "a", Run.__next__
 
-    def interrupted_after_four(run, *arguments):
-        def steps():
-            for number, step in enumerate(run, 1):
-                yield step
-                if number == 4:
-                    raise KeyboardInterrupt
-
-        collect(steps(), *arguments)
+    def interrupted_after_four(run):
+        if len(run.steps) == 4:
+            raise KeyboardInterrupt
+        return step(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "_collect", interrupted_after_four)
+        patch.setattr(Run, "__next__", interrupted_after_four)
         arguments = (*SETTINGS, f"--prompt={PROMPT}", "--max_tokens=12", f"--save_session={folder}")
         code, out, _ = _main(capsys, *arguments)
     begun = json.loads(out)

@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,108 +18,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
 from maxmoe.config import ModelConfig
+from maxmoe.inference.answer import Answer, Completion, InvalidLogitsError, Step
+from maxmoe.inference.budget import ThinkingMarkers
+from maxmoe.inference.next_token import lay_out, next_tokens
 from maxmoe.inference.run import BatchState, Run, interrupts_wait
-from maxmoe.inference.sampling import (
-    INVALID_TOKEN,
-    RowSettings,
-    SamplingParams,
-    fresh_seed,
-    row_keys,
-    sample,
-    seed_words,
-    stack_settings,
-)
+from maxmoe.inference.sampling import fresh_seed
+from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place
+from maxmoe.inference.stop_strings import MakeDetokenizer, StoppableText
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
 
 PREFILL_CHUNK = 512  # tokens of a prompt that are prefilled at a time
 MIN_PREFILL_WIDTH = 16  # tokens; shorter chunks are padded to it
 MIN_CACHE_LEN = 256  # tokens
-
-FinishReason = Literal["stop", "length"]
-
-
-class Step(NamedTuple):
-    """One generated token. Only the last of an answer has a finish reason; with "stop" it is the stop id itself."""
-
-    token_id: int
-    logprob: float
-    finish_reason: FinishReason | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The answer to one prompt.
-
-    Attributes:
-      ids: Generated tokens, without the stop id that ended them.
-      logprobs: Of `ids`, in nats, under the distribution they were drawn from before its filters; see `sample`.
-      finish_reason: "stop" for a stop id, "length" for max_tokens.
-      stop_id, stop_logprob: The stop id and its log-probability; None with "length".
-      num_prompt_tokens: Length of the prompt.
-      seed: With this seed in its SamplingParams, the request gives the same answer again.
-      first_token_s: Seconds from the call to the first token, waiting and compiling included.
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    stop_id: int | None
-    stop_logprob: float | None
-    num_prompt_tokens: int
-    seed: int
-    first_token_s: float
-
-
-@dataclasses.dataclass
-class _Answer:
-    """A prompt on its way: what was asked, and what has come so far, the stop id included."""
-
-    row: int  # among the prompts of the call
-    prompt: np.ndarray
-    params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
-    began: float
-    num_cached: int = 0  # tokens of the prompt whose state is there already
-    first_token_s: float | None = None
-    steps: list[Step] = dataclasses.field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.steps) and self.steps[-1].finish_reason is not None
-
-    def take(self, token_id: int, logprob: float) -> Step:
-        if token_id == INVALID_TOKEN:
-            raise FloatingPointError(
-                f"prompt {self.row}: the logits for position {self.prompt.size + len(self.steps)} hold a NaN or "
-                "nothing but -inf. The weights, or the numbers computed from them, are broken"
-            )
-        if self.first_token_s is None:
-            self.first_token_s = time.perf_counter() - self.began
-        reason = None
-        if token_id in self.stop_ids:
-            reason = "stop"
-        elif len(self.steps) + 1 == self.params.max_tokens:
-            reason = "length"
-        self.steps.append(Step(token_id, logprob, reason))
-        return self.steps[-1]
-
-    def completion(self) -> Completion:
-        last = self.steps[-1]
-        stopped = last.finish_reason == "stop"
-        kept = self.steps[:-1] if stopped else self.steps
-        return Completion(
-            ids=[step.token_id for step in kept],
-            logprobs=[step.logprob for step in kept],
-            finish_reason=last.finish_reason,
-            stop_id=last.token_id if stopped else None,
-            stop_logprob=last.logprob if stopped else None,
-            num_prompt_tokens=self.prompt.size,
-            seed=self.seed,
-            first_token_s=self.first_token_s,
-        )
 
 
 def check_request(
@@ -134,11 +46,11 @@ def check_request(
         raise ValueError(f"prompt {row} is empty: give at least one token, such as bos_id={config.bos_id}")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"prompt {row} must be a sequence of token ids; got {prompt!r:.80}")
-    given = np.append(ids, np.array(params.stop_ids, np.int64))
+    given = np.concatenate([ids, np.array((*params.stop_ids, *dict(params.logit_bias)), np.int64)])
     wrong = given[(given < 0) | (given >= config.vocab_size)]
     if wrong.size:
         raise ValueError(
-            f"prompt {row}: token or stop id {wrong[0]} is outside the vocabulary: ids run from 0 to "
+            f"prompt {row}: token, stop or bias id {wrong[0]} is outside the vocabulary: ids run from 0 to "
             f"{config.vocab_size - 1}"
         )
     if ids.size + params.max_tokens > max_len:
@@ -175,6 +87,8 @@ class Engine:
         cache_dtype: Any = None,
         *,
         prefill_chunk: int = PREFILL_CHUNK,
+        detokenizer: MakeDetokenizer | None = None,
+        thinking: ThinkingMarkers | None = None,
     ):
         """Compiles nothing yet, and allocates nothing.
 
@@ -184,12 +98,19 @@ class Engine:
           max_len: In tokens; the model's trained context where that is shorter.
           cache_dtype: Of what is kept per token; None takes that of the embedding, in which activations are.
           prefill_chunk: In tokens. A smaller chunk needs less memory, a larger one takes fewer steps.
+          detokenizer: Makes the text of each answer, such as `lambda: StreamDecoder(tokenizer)`; None makes no text,
+            and allows no stop strings.
+          thinking: Markers between which the model thinks; None counts no thinking, and allows no budget for it.
         """
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"Engine: {name}={value} must be at least 1")
         self.model, self.params, self.mesh = model, params, mesh
         self.max_batch, self.max_len = max_batch, min(max_len, model.config.max_len)
+        largest = max((*thinking.open_ids, *thinking.close_ids), default=0) if thinking is not None else 0
+        if largest >= model.config.vocab_size:
+            raise ValueError(f"Engine: marker id {largest} is outside the vocabulary of {model.config.vocab_size} ids")
+        self.detokenizer, self.thinking = detokenizer, thinking
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
         self.batch_sizes = _doubling(1, max_batch)
         self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)
@@ -206,7 +127,8 @@ class Engine:
         Raises:
           ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
             before anything runs.
-          FloatingPointError: Logits without a distribution; names the prompt and the position.
+          InvalidLogitsError: Logits without a distribution; names each such prompt and the position, and holds the
+            answers to the others.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
@@ -215,7 +137,10 @@ class Engine:
         for first in range(0, len(answers), self.max_batch):
             for _ in self._run(answers[first : first + self.max_batch]):
                 pass
-        return [answer.completion() for answer in answers]
+        completions = [None if answer.failure else answer.completion() for answer in answers]
+        if failures := [answer.failure for answer in answers if answer.failure]:
+            raise InvalidLogitsError("; ".join(failures), completions)
+        return completions
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Run:
         """Answers one prompt token by token; raises what `generate` does, ValueErrors at once.
@@ -229,7 +154,8 @@ class Engine:
         """Continues a session as `stream` continues a prompt. Its state is taken over: it is used up.
 
         Only `new_ids` are prefilled. Without any, the next token is the one that the interrupted answer would have
-        had, bit for bit if settings and capacity of the cache are the same.
+        had, bit for bit if settings and capacity of the cache are the same. What looks back at the answer alone begins
+        anew with what was said before as its prompt: presence and frequency penalties, min_tokens, stop strings.
 
         Args:
           new_ids: What comes after the session's tokens; may be empty.
@@ -251,21 +177,31 @@ class Engine:
             cache = grow_cache(cache, _at_least(self.cache_lens, need))
         return self._one_run(answer, BatchState(cache, None if len(new_ids) else session.logits))
 
-    def _one_run(self, answer: _Answer, state: BatchState) -> Run:
+    def _one_run(self, answer: Answer, state: BatchState) -> Run:
         return Run(self._run([answer], state), answer, state, self._decode_token)
 
-    def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> _Answer:
-        return _Answer(
+    def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        ids = check_request(prompt, params, self.model.config, self.max_len, row)
+        if params.stop and self.detokenizer is None:
+            raise ValueError(f"prompt {row}: stop={params.stop} needs text: make the engine with a detokenizer")
+        if params.thinking_token_budget is not None and self.thinking is None:
+            raise ValueError(
+                f"prompt {row}: thinking_token_budget={params.thinking_token_budget} needs the markers of thinking: "
+                "make the engine with thinking=ThinkingMarkers(open_ids, close_ids)"
+            )
+        text = self.detokenizer and StoppableText(self.detokenizer(), params.stop, params.min_tokens)
+        return Answer(
             row=row,
-            prompt=check_request(prompt, params, self.model.config, self.max_len, row),
+            prompt=ids,
             params=params,
+            text=text,
             seed=fresh_seed() if params.seed is None else int(params.seed),
             stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
             began=time.perf_counter(),
         )
 
-    def _run(self, answers: list[_Answer], state: BatchState | None = None) -> Iterator[list[Step]]:
-        """Answers one batch; after each token, yields the steps of the answers that it continues.
+    def _run(self, answers: list[Answer], state: BatchState | None = None) -> Iterator[list[Step | None]]:
+        """Answers one batch; after each token, yields the steps of the answers that it continues, None where one fails.
 
         Where steps run ahead, each token is on its way to the next one before the host looks at it, so that the
         device does not wait. A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
@@ -274,39 +210,39 @@ class Engine:
         """
         rows = _at_least(self.batch_sizes, len(answers))
         padded = answers + [answers[0]] * (rows - len(answers))
-        settings = stack_settings([answer.params for answer in padded])
-        words = seed_words([answer.seed for answer in padded])
-        positions = np.array([answer.prompt.size for answer in padded], np.int32)
-        settings, words, positions = jax.device_put((settings, words, positions))
+        fields = ("params", "prompt", "seed", "stop_ids")
+        asked = ([getattr(answer, name) for answer in padded] for name in fields)
+        fixed, progress = jax.device_put(lay_out(*asked, self.model.config.vocab_size, self.thinking))
+        with_top = any(answer.params.top_logprobs for answer in answers)
 
         state = BatchState(self._new_cache(answers, rows)) if state is None else state
 
-        def advance(chosen, positions):
+        def advance(chosen, progress):
             active = np.zeros(rows, bool)
             active[: len(answers)] = [not answer.finished for answer in answers]
             with interrupts_wait():
-                state.logits, state.cache = self._decode_token(chosen[0], state.cache, active)
-            return _next_tokens(state.logits, settings, words, positions)
+                state.logits, state.cache = self._decode_token(chosen.tokens, state.cache, active)
+            return next_tokens(state.logits, fixed, progress, with_top)
 
         self._prefill(answers, state)
-        chosen, positions = _next_tokens(state.logits, settings, words, positions)
+        chosen, progress = next_tokens(state.logits, fixed, progress, with_top)
         num_steps = max(answer.params.max_tokens for answer in answers)
         for step in range(1, num_steps + 1):
             state.on_way, more = chosen, step < num_steps
             if more and self._runs_ahead:
-                chosen, positions = advance(chosen, positions)
-            tokens, logprobs = (array.tolist() for array in jax.device_get(state.on_way))
-            yield [answer.take(tokens[i], logprobs[i]) for i, answer in enumerate(answers) if not answer.finished]
+                chosen, progress = advance(chosen, progress)
+            arrived = jax.device_get(state.on_way)
+            yield [answer.take(arrived, i) for i, answer in enumerate(answers) if not answer.finished]
             if all(answer.finished for answer in answers):
                 return
             if more and not self._runs_ahead:
-                chosen, positions = advance(chosen, positions)
+                chosen, progress = advance(chosen, progress)
 
-    def _new_cache(self, answers: list[_Answer], rows: int) -> Cache:
+    def _new_cache(self, answers: list[Answer], rows: int) -> Cache:
         need = max(answer.prompt.size + answer.params.max_tokens for answer in answers)
         return init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype, self.mesh)
 
-    def _prefill(self, answers: list[_Answer], state: BatchState) -> None:
+    def _prefill(self, answers: list[Answer], state: BatchState) -> None:
         """Prefills what the state does not hold of a batch yet, chunk by chunk, up to logits after each last token."""
         rows = state.cache.batch_size
         lengths = np.zeros(rows, np.int32)  # rows that only fill the batch have no tokens
@@ -335,12 +271,6 @@ class Engine:
         `active` tells the rows whose logits anyone will look at, as far as the host knows.
         """
         return decode_step_in_place(self.model, self.params, token, cache)
-
-
-@jax.jit
-def _next_tokens(logits, settings: RowSettings, words, positions):
-    """The tokens at `positions` with their log-probabilities, and the positions after them."""
-    return sample(logits, settings, row_keys(words, positions)), positions + 1
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -8,18 +8,18 @@ import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from maxmoe.checkpoint.session import Session
+from maxmoe.inference.answer import Answer, InvalidLogitsError, Step
+from maxmoe.inference.next_token import Chosen
 from maxmoe.inference.sampling import RowSettings
 from maxmoe.model.cache import Cache
 
-if TYPE_CHECKING:
-    from maxmoe.inference.engine import Step, _Answer
+_DRAWN_WITH = (*RowSettings._fields, "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclasses.dataclass
@@ -33,7 +33,7 @@ class BatchState:
 
     cache: Cache
     logits: Float[Array, "rows V"] | None = None
-    on_way: tuple[Array, Array] | None = None
+    on_way: Chosen | None = None
 
 
 class Run:
@@ -45,8 +45,8 @@ class Run:
 
     def __init__(
         self,
-        batches: "Iterator[list[Step]]",
-        answer: "_Answer",
+        batches: Iterator[list[Step | None]],
+        answer: Answer,
         state: BatchState,
         decode_token: Callable[..., tuple[Array, Cache]],
     ):
@@ -57,8 +57,17 @@ class Run:
     def __iter__(self) -> "Run":
         return self
 
-    def __next__(self) -> "Step":
-        return next(self._batches)[0]
+    def __next__(self) -> Step:
+        return self._valid(next(self._batches)[0])
+
+    def _valid(self, step: Step | None) -> Step:
+        if step is None:
+            raise InvalidLogitsError(self._answer.failure, [None])
+        return step
+
+    def finish_text(self) -> str:
+        """What an interrupted run holds back of its text, since more tokens would have to tell whether to stop."""
+        return "" if self._answer.text is None or self._answer.finished else self._answer.text.finish()
 
     def session(self) -> Session:
         """Ends the run and hands over its state: that of the prompt and of all `steps`, a stop id included.
@@ -67,7 +76,7 @@ class Run:
 
         Raises:
           RuntimeError: Taken already, or interrupted before the prompt was read, or twice in one step.
-          FloatingPointError: Logits without a distribution.
+          InvalidLogitsError: Logits without a distribution.
         """
         answer, state = self._answer, self._state
         if state is None:
@@ -77,10 +86,10 @@ class Run:
         self._batches.close()
         num_cached = int(state.cache.lengths[0])
         if num_cached > answer.prompt.size + len(answer.steps):
-            answer.take(*(array.tolist()[0] for array in jax.device_get(state.on_way)))
+            self._valid(answer.take(jax.device_get(state.on_way), 0))
         if num_cached < answer.prompt.size + len(answer.steps):
             with interrupts_wait():
-                state.logits, state.cache = self._decode_token(state.on_way[0], state.cache, np.ones(1, bool))
+                state.logits, state.cache = self._decode_token(state.on_way.tokens, state.cache, np.ones(1, bool))
         self._state = None
         answered = np.array([step.token_id for step in answer.steps], np.int32)
         return Session(
@@ -88,7 +97,8 @@ class Run:
             token_ids=(np.concatenate([answer.prompt, answered]),),
             logits=state.logits,
             seeds=(answer.seed,),
-            sampling={name: np.asarray(getattr(answer.params, name)).item() for name in RowSettings._fields},
+            sampling={name: np.asarray(getattr(answer.params, name)).item() for name in _DRAWN_WITH}
+            | {"logit_bias": list(answer.params.logit_bias)},
         )
 
 

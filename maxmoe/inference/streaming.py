@@ -23,8 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmoe.checkpoint.hf_names import TOP_GROUP, layer_group
 from maxmoe.checkpoint.weight_source import WeightSource
 from maxmoe.config import ModelConfig, SituConfig
+from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.engine import PREFILL_CHUNK, Engine
 from maxmoe.inference.expert_cache import ExpertCache, StreamStats
+from maxmoe.inference.stop_strings import MakeDetokenizer
 from maxmoe.model.block import Layer, layer_of
 from maxmoe.model.cache import Cache, KDACache, MLACache, Spans
 from maxmoe.model.moe_layer import Routing, run_experts
@@ -160,12 +162,14 @@ class StreamingEngine(Engine):
         prefill_chunk: int = PREFILL_CHUNK,
         expert_cache_bytes: int = EXPERT_CACHE_BYTES,
         dtype: Any = None,
+        detokenizer: MakeDetokenizer | None = None,
+        thinking: ThinkingMarkers | None = None,
     ):
         """Reads the top weights and allocates the expert cache.
 
         Args:
           source: Where weights are read. It stays open, and belongs to the caller, until `close`.
-          max_batch, max_len, cache_dtype, prefill_chunk: See `Engine`.
+          max_batch, max_len, cache_dtype, prefill_chunk, detokenizer, thinking: See `Engine`.
           expert_cache_bytes: That the experts kept may take; no more is taken than all of the model's experts need.
             While experts are read, up to `expert_cache.NUM_READERS` more lie beside the cache.
           dtype: What BF16 weights become, as for `load_params`; None keeps them.
@@ -184,6 +188,8 @@ class StreamingEngine(Engine):
             max_len=max_len,
             cache_dtype=cache_dtype,
             prefill_chunk=prefill_chunk,
+            detokenizer=detokenizer,
+            thinking=thinking,
         )
 
     def close(self) -> None:

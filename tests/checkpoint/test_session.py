@@ -25,7 +25,7 @@ from maxmoe.checkpoint.session import Session, fingerprint_weights, grow_cache, 
 from maxmoe.checkpoint.store import open_source
 from maxmoe.checkpoint.stored_arrays import StoredArrays, is_complete, manifest_path
 from maxmoe.inference.engine import Engine
-from maxmoe.inference.sampling import SamplingParams
+from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.model.cache import from_plain, make_cache, to_plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ import jax, numpy as np
 import maxmoe as mm
 from maxmoe.checkpoint.session import load_session, save_session
 from maxmoe.inference.engine import Engine
-from maxmoe.inference.sampling import SamplingParams
+from maxmoe.inference.sampling_params import SamplingParams
 
 def digests(session):
     leaves = jax.tree_util.tree_leaves_with_path((session.cache, session.logits))
@@ -388,6 +388,6 @@ def test_a_long_session_in_a_cache_for_a_million_tokens(tmp_path):
 
 
 def test_module_knows_every_seed_that_sampling_allows():
-    from maxmoe.inference.sampling import MAX_SEED
+    from maxmoe.inference.sampling_params import MAX_SEED
 
     assert session_lib._MAX_SEED == MAX_SEED

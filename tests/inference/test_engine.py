@@ -5,7 +5,6 @@ below are further apart than that, so that tokens must be equal and log-probabil
 """
 
 import dataclasses
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -14,32 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from maxmoe.config import load_config
 from maxmoe.inference import steps
-from maxmoe.inference.engine import Engine, Step
-from maxmoe.inference.sampling import SamplingParams
-from maxmoe.model.transformer import Transformer
-from tests.inference.random_weights import random_weights
+from maxmoe.inference.answer import Step
+from maxmoe.inference.engine import Engine
+from maxmoe.inference.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 16
 LOGPROB_TOLERANCE = 1e-4  # float32 logits of size 10 after a hundred rounded steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SHORT, MIDDLE, LONG = [300, 7], list(range(40, 53)), [(37 * i) % 256 for i in range(70)]
 """Shorter than the convolution's window of 4; within a chunk; over four chunks, and over the index's top_k of 64."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Two layers: the tiny model's dense KDA layer, and a full-attention layer with indexer and experts."""
-    config = load_config(ROOT / "configs/tiny.py")
-    return Transformer(dataclasses.replace(config, num_layers=2, full_attention_layers=(1,)))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_weights(model, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +183,9 @@ def test_compilations_are_bounded_and_decoding_adds_none(engine):
 REFUSED = [
     ([[]], GREEDY, "prompt 0 is empty.*bos_id=256"),
     ([[1], []], GREEDY, "prompt 1 is empty"),
-    ([[1], [3, 512]], GREEDY, r"prompt 1: token or stop id 512 .*0 to 511"),
+    ([[1], [3, 512]], GREEDY, r"prompt 1: token, stop or bias id 512 .*0 to 511"),
     ([[-1]], GREEDY, "id -1 is outside"),
-    ([[1]], SamplingParams(stop_ids=(600,)), "stop id 600 is outside"),
+    ([[1]], SamplingParams(stop_ids=(600,)), "bias id 600 is outside"),
     ([[1.5]], GREEDY, "sequence of token ids"),
     ([1, 2], GREEDY, "prompt 0 must be a sequence of token ids; got 1"),
     (["ab"], GREEDY, "sequence of token ids"),

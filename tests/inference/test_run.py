@@ -16,7 +16,7 @@ import pytest
 import maxmoe as mm
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.run import interrupts_wait
-from maxmoe.inference.sampling import SamplingParams
+from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.params import PACKED, SCALE, abstract_params
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 import maxmoe as mm
 from maxmoe.inference.engine import Engine
-from maxmoe.inference.sampling import SamplingParams
+from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.streaming import StreamingEngine, list_layers
 from maxmoe.model.stacks import FFN
 from tests.inference.random_weights import random_weights

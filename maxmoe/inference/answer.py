@@ -1,0 +1,178 @@
+"""An answer while it grows, on the host: its tokens and text so far, when it ends, what has become of it."""
+
+import dataclasses
+import time
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from maxmoe.inference.next_token import Chosen
+from maxmoe.inference.sampling import INVALID_TOKEN
+from maxmoe.inference.sampling_params import SamplingParams
+from maxmoe.inference.stop_strings import StoppableText
+
+FinishReason = Literal["stop", "length"]
+
+
+class Step(NamedTuple):
+    """One generated token. Only the last of an answer has a finish reason.
+
+    Attributes:
+      token_id: With "stop" the stop id itself, or the token that completed a stop string.
+      logprob: See `Completion.logprobs`.
+      text: What the token lets pass of the answer's text; "" where an engine makes no text.
+      stop_string: That ended the answer.
+      top_logprobs: The likeliest tokens and their log-probabilities, as many as were asked for, best first.
+    """
+
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+    text: str = ""
+    stop_string: str | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_stop_id(self) -> bool:
+        """Whether the token only ends the answer, and is no part of it."""
+        return self.finish_reason == "stop" and self.stop_string is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+      ids: Generated tokens, without the stop id that ended them; with those of a stop string.
+      logprobs: Of `ids`, in nats, under the model's distribution at the request's temperature: before filters,
+        penalties and biases, and of forced tokens too; see `token_logprobs`.
+      top_logprobs: For each of `ids`, the likeliest tokens under the same distribution.
+      text: Of the answer, up to the stop string; None where the engine makes no text.
+      finish_reason: "stop" for a stop id or stop string, "length" for max_tokens.
+      stop_id, stop_logprob: The stop id and its log-probability; else None.
+      stop_string: The one that was found; else None.
+      num_prompt_tokens: Length of the prompt.
+      num_thinking_tokens, num_answer_tokens: Of `ids`, how many lie inside thinking and how many outside, markers
+        counted as neither; None where the engine knows no markers.
+      budget_forced: Whether thinking_token_budget put a token where the model would have said another.
+      seed: With this seed in its SamplingParams, the request gives the same answer again.
+      first_token_s: Seconds from the call to the first token, waiting and compiling included.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[tuple[tuple[int, float], ...]]
+    text: str | None
+    finish_reason: FinishReason
+    stop_id: int | None
+    stop_logprob: float | None
+    stop_string: str | None
+    num_prompt_tokens: int
+    num_thinking_tokens: int | None
+    num_answer_tokens: int | None
+    budget_forced: bool
+    seed: int
+    first_token_s: float
+
+
+class InvalidLogitsError(FloatingPointError):
+    """The logits of a request are no distribution.
+
+    Attributes:
+      completions: Of the same call, in the order of its prompts; None for each that failed.
+    """
+
+    def __init__(self, message: str, completions: "list[Completion | None]"):
+        super().__init__(message)
+        self.completions = completions
+
+
+@dataclasses.dataclass
+class Answer:
+    """A prompt on its way: what was asked, and what has come so far, the stop id included.
+
+    Attributes:
+      row: Of the prompt, among those of the call.
+      num_cached: Tokens of the prompt whose state is there already.
+      text: None where the engine makes none.
+      thought: Tokens inside and outside thinking so far, markers counted as neither; None without markers.
+      failure: Why there will be no more.
+    """
+
+    row: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    began: float
+    text: StoppableText | None = None
+    num_cached: int = 0
+    first_token_s: float | None = None
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    thought: tuple[int, int] | None = None
+    budget_forced: bool = False
+    failure: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.failure is not None or (bool(self.steps) and self.steps[-1].finish_reason is not None)
+
+    def take(self, chosen: Chosen, index: int) -> Step | None:
+        """Adds the token that was chosen, on the host by now, for the row of that index; None if there was none."""
+        token_id = int(chosen.tokens[index])
+        if token_id == INVALID_TOKEN:
+            self.failure = (
+                f"prompt {self.row}: the logits for position {self.prompt.size + len(self.steps)} hold a NaN or "
+                "nothing but -inf. The weights, or the numbers computed from them, are broken"
+            )
+            return None
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.began
+        is_stop_id = token_id in self.stop_ids
+        if chosen.thought is not None:
+            counts = int(chosen.thought.num_thinking[index]), int(chosen.thought.num_answer[index])
+            self.thought = (self.thought or (0, 0)) if is_stop_id else counts
+            self.budget_forced |= bool(chosen.thought.forced[index])
+        self.steps.append(self._step(token_id, float(chosen.logprobs[index]), is_stop_id, self._top(chosen, index)))
+        return self.steps[-1]
+
+    def _step(self, token_id: int, logprob: float, is_stop_id: bool, top: tuple[tuple[int, float], ...]) -> Step:
+        text = "" if self.text is None or is_stop_id else self.text.feed(token_id)
+        stop_string = None if self.text is None else self.text.stop_string
+        reason = None
+        if is_stop_id or stop_string is not None:
+            reason = "stop"
+        elif len(self.steps) + 1 == self.params.max_tokens:
+            reason = "length"
+        if reason is not None and self.text is not None:
+            text += self.text.finish()
+        return Step(token_id, logprob, reason, text, stop_string, top)
+
+    def _top(self, chosen: Chosen, index: int) -> tuple[tuple[int, float], ...]:
+        if not self.params.top_logprobs:
+            return ()
+        ids, logprobs = (array[index, : self.params.top_logprobs].tolist() for array in chosen.top)
+        return tuple(zip(ids, logprobs, strict=True))
+
+    def completion(self) -> Completion:
+        """Of an answer that has finished without a failure."""
+        last = self.steps[-1]
+        kept = self.steps[:-1] if last.is_stop_id else self.steps
+        num_thinking, num_answer = self.thought or (None, None)
+        return Completion(
+            ids=[step.token_id for step in kept],
+            logprobs=[step.logprob for step in kept],
+            top_logprobs=[step.top_logprobs for step in kept],
+            text=None if self.text is None else "".join(step.text for step in self.steps),
+            finish_reason=last.finish_reason,
+            stop_id=last.token_id if last.is_stop_id else None,
+            stop_logprob=last.logprob if last.is_stop_id else None,
+            stop_string=last.stop_string,
+            num_prompt_tokens=self.prompt.size,
+            num_thinking_tokens=num_thinking,
+            num_answer_tokens=num_answer,
+            budget_forced=self.budget_forced,
+            seed=self.seed,
+            first_token_s=self.first_token_s,
+        )
