@@ -201,7 +201,9 @@ def test_go_on_begins_anew_after_an_interrupt_without_a_state():
 
 def _decode(capsys, *arguments) -> tuple[int, str, str]:
     with flagsaver.flagsaver():
-        code = decode.main(flags.FLAGS(["decode", "--effort=none", "--seed=3", "--max_tokens=4", *arguments]))
+        code = decode.main(
+            flags.FLAGS(["decode", "--effort=none", "--temperature=0", "--seed=3", "--max_tokens=4", *arguments])
+        )
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
