@@ -98,7 +98,7 @@ class Run:
             logits=state.logits,
             seeds=(answer.seed,),
             sampling={name: np.asarray(getattr(answer.params, name)).item() for name in _DRAWN_WITH}
-            | {"logit_bias": list(answer.params.logit_bias)},
+            | {"logit_bias": [list(pair) for pair in answer.params.logit_bias]},
         )
 
 
