@@ -206,5 +206,5 @@ def test_plot_draws_one_picture(compiler, tmp_path):
 
 def test_a_phase_without_a_step_says_which_there_are():
     mesh = abstract_mesh({"tensor": 2})
-    with pytest.raises(NotImplementedError, match="decode and prefill"):
-        step.step_to_compile(FULL, mesh, "train", 1, 1024)
+    with pytest.raises(NotImplementedError, match="'distil'.*decode, prefill and train"):
+        step.step_to_compile(FULL, mesh, "distil", 1, 1024)
