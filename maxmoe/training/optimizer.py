@@ -42,7 +42,8 @@ class OptimizerSettings:
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.num_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps}, num_steps={self.num_steps}: the warm-up must be shorter than the run"
+                f"warmup_steps={self.warmup_steps}, num_steps={self.num_steps}: the first must be 0 or more, and less "
+                "than the second"
             )
         if self.peak_lr <= 0 or self.clip_norm <= 0:
             raise ValueError(f"peak_lr={self.peak_lr}, clip_norm={self.clip_norm}: both must be above 0")
