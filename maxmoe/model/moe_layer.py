@@ -94,13 +94,14 @@ def run_experts(
     places: Int[Array, "num_experts"] | None = None,
     implementation: str | None = None,
     expected_rows: int | None = None,
+    packed: ExpertWeights | None = None,
 ) -> Float[Array, "N top_k latent"]:
     """The outputs that `routing` asks for; see `expert_outputs`, and for masters `expert_outputs_from_masters`."""
     args = routing.latent, routing.ids, experts, layer, situ.gate_beta, situ.linear_beta
     with jax.named_scope("experts"):
         name = dispatch.for_op("expert_outputs", implementation)
         if isinstance(experts, ExpertMasters):
-            return expert_outputs_from_masters(*args, implementation=name)
+            return expert_outputs_from_masters(*args, packed=packed, implementation=name)
         return expert_outputs(*args, places, name, expected_rows)
 
 
@@ -116,7 +117,7 @@ def _sum_on_mesh(mesh, config, situ, routing, experts, layer, rows_and_tokens, i
     replicas = math.prod(mesh.shape[axis] for axis in batch if axis not in split.expert_axes)
     latent = routing.latent
     num_tokens = latent.shape[0] // replicas
-    form = choose_form(num_tokens, config.top_k, latent.shape[1], latent.dtype.itemsize, max(count, 1))
+    form = choose_form(num_tokens, config.top_k, latent.shape[1], latent.dtype.itemsize, count)
     expected_rows = -(-num_tokens * config.top_k // count)
     exchange = gathered if form == "gathered" else functools.partial(exchanged, ragged=dispatch.platform() != "cpu")
     share = functools.partial(
@@ -169,9 +170,7 @@ def _gather_packed(masters, fsdp_axes):
 
 def _master_share(situ, implementation, x, ids, experts, layer):
     masters, packed = experts
-    args = x, ids, masters, layer, situ.gate_beta, situ.linear_beta
-    with jax.named_scope("experts"):
-        return expert_outputs_from_masters(*args, packed=packed, implementation=implementation)
+    return run_experts(situ, Routing(x, ids, None), masters, layer, implementation=implementation, packed=packed)
 
 
 class LatentMoE(nn.Module):

@@ -18,8 +18,6 @@ from maxmoe.params import count_weights
 from maxmoe.planning.capacity import Capacity, is_expert
 from maxmoe.planning.placement import device_bytes, token_axes
 
-PHASES = ("decode", "prefill", "train")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
