@@ -80,8 +80,9 @@ def _loss_of(trained, masters, batch):
     return total / count
 
 
-def _plain_outputs(x, ids, masters, layer, gate_beta, linear_beta, implementation=None):
+def _plain_outputs(x, ids, masters, layer, gate_beta, linear_beta, packed=None, implementation=None):
     """Every expert of every token, by masters as they are, and then those that were asked for."""
+    assert packed is None
     dot = functools.partial(jnp.einsum, precision="highest")
     gate, up = (dot("nd,efd->nef", x, m[layer]) for m in (masters.gate, masters.up))
     outputs = dot("nef,edf->ned", situ_glu(gate, up, gate_beta, linear_beta), masters.down[layer])
