@@ -1,0 +1,106 @@
+"""What the endpoints that generate have in common: run a plan, answer at once or as a stream, note it in the log."""
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maxmoe.server.errors import ApiError
+from maxmoe.server.gate import JsonResponse
+from maxmoe.server.generation import Generation, Plan, Update
+from maxmoe.server.readers import Finished
+from maxmoe.server.service import Service
+from maxmoe.server.streams import PING, EventStream, while_connected
+
+
+class Form(Protocol):
+    """How an interface writes answers down."""
+
+    def whole(self, generation: Generation, results: list[Finished]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def begin(self) -> list[bytes]:
+        """The first events of a stream."""
+
+    def update(self, generation: Generation, update: Update) -> list[bytes]:
+        """Events for what is new of one answer."""
+
+    def end(self, generation: Generation) -> list[bytes]:
+        """The last events."""
+
+    def failure(self, error: ApiError) -> list[bytes]:
+        """The last events where something has failed on the way."""
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer: the prefix, and 24 hexadecimal digits."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+async def answer(
+    request: Request,
+    service: Service,
+    plan: Plan,
+    form: Form,
+    streams: bool,
+    on_end: Callable[[list[Finished]], None] | None = None,
+) -> Response:
+    """Runs a plan. Raises: ApiError for what is wrong before the first byte; ClientGone.
+
+    Args:
+      on_end: Called with complete answers.
+    """
+    generation = Generation(service, plan)
+    if not streams:
+        return await while_connected(request, _whole(request, generation, form, on_end))
+    events = _events(request, service, generation, form, on_end)
+    first = await anext(events)  # from here on its end cleans up, even if nobody takes another event
+    return EventStream(first, events, service.options.write_timeout_s)
+
+
+async def _whole(request: Request, generation: Generation, form: Form, on_end: Callable | None) -> Response:
+    with generation:
+        await generation.start()
+        async for _ in generation.updates():
+            pass
+        results = generation.in_order()
+        body = form.whole(generation, results)
+    _note(request, generation)
+    if on_end is not None:
+        on_end(results)
+    return JsonResponse(body)
+
+
+async def _events(
+    request: Request, service: Service, generation: Generation, form: Form, on_end: Callable | None
+) -> AsyncIterator[bytes]:
+    with generation:
+        await generation.start()
+        yield b"".join(form.begin())
+        try:
+            async for updates in generation.updates():
+                events = [event for update in updates for event in form.update(generation, update)]
+                if events:
+                    yield b"".join(events)
+                elif not updates:
+                    yield PING
+            if on_end is not None:
+                on_end(generation.in_order())
+            yield b"".join(form.end(generation))
+        except ApiError as error:
+            service.metrics.error(error.code or "error")
+            request.state.log.add(error=error.code)
+            yield b"".join(form.failure(error))
+        finally:
+            _note(request, generation)
+
+
+def _note(request: Request, generation: Generation) -> None:
+    used = generation.usage()
+    request.state.log.add(
+        prompt_tokens=used["prompt_tokens"],
+        completion_tokens=used["completion_tokens"],
+        finish_reasons=[result.finish_reason for result in generation.results.values()],
+    )

@@ -1,0 +1,416 @@
+"""One thread owns the engine; the loop of the server hands it prompts and gets tokens, and neither waits for the other.
+
+Commands go over a thread-safe queue, and the thread looks at it between two steps. What a step gave comes back in one
+call into the loop, whoever it is for, so that 64 streams wake the loop once per step. A fault in a step ends every
+answer with an error, and the thread: an engine whose state is in doubt says nothing more.
+"""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from absl import logging
+
+from maxmoe.inference.answer import Step
+from maxmoe.inference.sampling_params import SamplingParams
+
+_MAX_RETRY_AFTER_S = 120
+_WEIGHT_OF_LAST = 0.1  # in the mean of how long requests take
+
+
+class EngineRequest(Protocol):
+    """What the thread reads of a request that the engine has taken.
+
+    Attributes:
+      status: "waiting" and "running" until it ends.
+      error: Why it failed.
+      num_cached: Tokens of the prompt whose state was there already.
+      budget_forced: Whether its thinking was ended by the budget.
+      num_tokens: That it may come to hold, prompt and longest answer.
+      submitted_s, admitted_s, first_token_s: On the clock of `time.perf_counter`; None until they come.
+    """
+
+    num_tokens: int
+    status: str
+    error: Exception | None
+    num_cached: int
+    budget_forced: bool
+    submitted_s: float
+    admitted_s: float | None
+    first_token_s: float | None
+
+
+class ServingEngine(Protocol):
+    """What the server needs of an engine; see `inference.engine.Engine`."""
+
+    max_len: int
+    max_batch: int
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> EngineRequest:
+        """Queues a prompt."""
+
+    def step(self) -> list[tuple[EngineRequest, Step]]:
+        """One iteration."""
+
+    def cancel(self, request: EngineRequest) -> None:
+        """Ends a request."""
+
+    def warm_up(self) -> None:
+        """Compiles what serving will need."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+
+
+class Job(NamedTuple):
+    """One prompt to answer; `deadline` in seconds from now."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+class Ended(NamedTuple):
+    """How an answer ended, times in seconds from its submission; see `EngineRequest`."""
+
+    status: str
+    error: str | None
+    num_cached: int
+    budget_forced: bool
+    queue_s: float | None
+    first_token_s: float | None
+
+
+class Event(NamedTuple):
+    """News of one answer: its index among the jobs of the ticket, and a step, or how it ended."""
+
+    index: int
+    step: Step | None
+    ended: Ended | None
+
+
+class BusyError(RuntimeError):
+    """No room in the queue. `retry_after_s` is a guess from how long requests took."""
+
+    def __init__(self, message: str, retry_after_s: int):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineGoneError(RuntimeError):
+    """The thread does not take requests: not yet, or not any more."""
+
+
+class Ticket:
+    """The answers to jobs that were submitted together. A context manager: leaving it ends what is still going on."""
+
+    def __init__(self, thread: "EngineThread", jobs: Sequence[Job]):
+        """Made by `EngineThread.submit`."""
+        self.jobs = jobs
+        self.num_live = len(jobs)
+        self._thread = thread
+        self._events: list[Event] = []
+        self._accepted = thread.loop.create_future()
+        self._waiter: asyncio.Future | None = None
+        self._failure: Exception | None = None
+
+    async def accepted(self) -> None:
+        """Waits until the engine has taken all jobs. Raises what the engine raised: ValueError for what is wrong."""
+        await asyncio.shield(self._accepted)
+
+    async def next(self, timeout_s: float) -> list[Event]:
+        """What is new since the last call, at least one event; none after `timeout_s`. Raises: EngineGoneError."""
+        if not self._events and self._failure is None:
+            self._waiter = self._thread.loop.create_future()
+            await asyncio.wait((self._waiter,), timeout=timeout_s)
+            self._waiter = None
+        if self._failure is not None:
+            raise self._failure
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, index: int | None = None) -> None:
+        """Ends one answer, or all; what has ended stays as it is."""
+        if self.num_live:
+            self._thread.put(_Cancel(self, index))
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+        if self._accepted.done() and not self._accepted.cancelled():
+            self._accepted.exception()  # seen
+        else:
+            self._accepted.cancel()
+
+    # Called in the loop, by the thread's calls into it.
+
+    def set_accepted(self, error: Exception | None) -> None:
+        """The engine has taken the jobs, or none of them."""
+        if self._accepted.done():
+            return
+        if error is None:
+            self._accepted.set_result(None)
+        else:
+            self._accepted.set_exception(error)
+
+    def add(self, events: list[Event]) -> None:
+        """New events."""
+        self._events += events
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no more."""
+        self._failure = error
+        self.set_accepted(error)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Cancel(NamedTuple):
+    ticket: Ticket
+    index: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How much there is to do: requests that run and wait, and the share of the engine's tokens that running ones hold."""
+
+    num_running: int
+    num_waiting: int
+    usage: float
+
+
+class EngineThread:
+    """The thread. Its methods are for the loop that it was started from, but for `put`.
+
+    Attributes:
+      fault: What has ended it; None while all is well.
+    """
+
+    def __init__(self, engine: ServingEngine, max_waiting: int = 256, warm_up: bool = True):
+        """Starts nothing yet.
+
+        Args:
+          max_waiting: Requests that may wait for one of the engine's `max_batch` slots; more are refused.
+          warm_up: Whether to compile everything before the first request.
+        """
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting={max_waiting}: must be at least 1")
+        self.engine, self.max_waiting = engine, max_waiting
+        self.fault: BaseException | None = None
+        self._absence: str | None = "the engine is warming up"  # why it takes no requests
+        self.loop: asyncio.AbstractEventLoop
+        self._warms_up = warm_up
+        self._commands: queue.SimpleQueue[Ticket | _Cancel | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._live: dict[Any, tuple[Ticket, int]] = {}  # by the engine's request; the thread's
+        self._num_live = 0  # as the loop knows
+        self._mean_request_s = 1.0
+
+    def start(self) -> None:
+        """Begins."""
+        self.loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends every answer and the thread, which finishes its step first."""
+        self.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs and nothing has gone wrong in it."""
+        return self._thread.is_alive() and self.fault is None
+
+    @property
+    def absence(self) -> str | None:
+        """Why it takes no requests; None where it does."""
+        return self._absence
+
+    @property
+    def num_live(self) -> int:
+        """Requests that wait or run."""
+        return self._num_live
+
+    def load(self) -> Load:
+        """How much there is to do, as it looks from here."""
+        requests = list(self._live)
+        running = [request for request in requests if request.status == "running"]
+        held = sum(request.num_tokens for request in running)
+        room = self.engine.max_batch * self.engine.max_len
+        return Load(len(running), len(requests) - len(running), held / room)
+
+    def submit(self, jobs: Sequence[Job]) -> Ticket:
+        """Hands prompts to the engine, all of them or none.
+
+        Raises:
+          BusyError: No room for so many.
+          EngineGoneError: It takes no requests; see `absence`.
+        """
+        if self._absence is not None:
+            raise EngineGoneError(self._absence)
+        limit = self.engine.max_batch + self.max_waiting
+        if self._num_live + len(jobs) > limit:
+            raise BusyError(
+                f"{self._num_live} requests run or wait, {len(jobs)} more were asked for, and {limit} is the limit",
+                self._retry_after_s(),
+            )
+        self._num_live += len(jobs)
+        ticket = Ticket(self, jobs)
+        self.put(ticket)
+        return ticket
+
+    def put(self, command: Ticket | _Cancel | None) -> None:
+        """Leaves a command for the thread."""
+        self._commands.put(command)
+
+    def _retry_after_s(self) -> int:
+        waves = max(self._num_live / self.engine.max_batch, 1.0)
+        return min(max(round(self._mean_request_s * waves), 1), _MAX_RETRY_AFTER_S)
+
+    # ---- In the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if self._warms_up:
+                self.engine.warm_up()
+            self._absence = None
+            while self._take_commands():
+                if self.engine.has_work:
+                    self._hand_over(self.engine.step())
+        except BaseException as error:  # whatever it is, nobody shall wait for an engine that is gone
+            self.fault = error
+            logging.error("the engine has failed, and so do all requests: %r", error)
+            self._end_all(f"the engine has failed ({error!r:.200}); the server must be restarted")
+            raise
+
+    def _take_commands(self) -> bool:
+        """Takes what is there, and waits for something where there is nothing else to do. False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                self._end_all("the server is shutting down")
+                return False
+            if isinstance(command, Ticket):
+                self._submit(command)
+            else:
+                self._cancel(command)
+
+    def _submit(self, ticket: Ticket) -> None:
+        taken: list[EngineRequest] = []
+        refusal = None
+        for job in ticket.jobs:
+            try:
+                taken.append(
+                    self.engine.submit(
+                        job.prompt,
+                        job.params,
+                        priority=job.priority,
+                        deadline=job.deadline,
+                        cache_salt=job.cache_salt,
+                    )
+                )
+            except (ValueError, RuntimeError) as error:  # RuntimeError: the engine's own queue is full
+                refusal = error
+                break
+        if refusal is not None:
+            for request in taken:
+                self.engine.cancel(request)
+            self._call(self._refuse, ticket, refusal)
+            return
+        self._live |= {request: (ticket, index) for index, request in enumerate(taken)}
+        self._call(ticket.set_accepted, None)
+
+    def _cancel(self, command: _Cancel) -> None:
+        for request, (ticket, index) in list(self._live.items()):
+            if ticket is command.ticket and command.index in (None, index):
+                self.engine.cancel(request)
+        self._hand_over([])
+
+    def _hand_over(self, steps: list[tuple[EngineRequest, Step]]) -> None:
+        """Sends the loop what a step gave, and who has ended."""
+        news: dict[Ticket, list[Event]] = {}
+        for request, step in steps:
+            if request in self._live:
+                ticket, index = self._live[request]
+                news.setdefault(ticket, []).append(Event(index, step, None))
+        for request in [request for request in self._live if request.status not in ("waiting", "running")]:
+            ticket, index = self._live.pop(request)
+            news.setdefault(ticket, []).append(Event(index, None, _ended(request)))
+        if news:
+            self._call(self._deliver, news)
+
+    def _end_all(self, why: str) -> None:
+        self._absence = why
+        tickets = {ticket for ticket, _ in self._live.values()}
+        self._live.clear()
+        self._call(self._fail, tickets, why)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            logging.info("the server has ended before its engine")
+
+    # ---- In the loop ------------------------------------------------------------------------------------------------
+
+    def _deliver(self, news: dict[Ticket, list[Event]]) -> None:
+        for ticket, events in news.items():
+            num_ended = sum(event.ended is not None for event in events)
+            ticket.num_live -= num_ended
+            self._num_live -= num_ended
+            ticket.add(events)
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
+        self._num_live -= ticket.num_live
+        ticket.num_live = 0
+        ticket.set_accepted(error)
+
+    def _fail(self, tickets: set[Ticket], why: str) -> None:
+        while not self._commands.empty():  # handed over too late
+            command = self._commands.get_nowait()
+            tickets |= {command} if isinstance(command, Ticket) else set()
+        for ticket in tickets:
+            self._num_live -= ticket.num_live
+            ticket.num_live = 0
+            ticket.fail(EngineGoneError(why))
+
+    def note_duration(self, seconds: float) -> None:
+        """Tells how long a request took, from its submission, for guesses at when there will be room."""
+        self._mean_request_s += _WEIGHT_OF_LAST * (seconds - self._mean_request_s)
+
+
+def _ended(request: EngineRequest) -> Ended:
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else moment - request.submitted_s
+
+    return Ended(
+        status=request.status,
+        error=None if request.error is None else str(request.error),
+        num_cached=request.num_cached,
+        budget_forced=request.budget_forced,
+        queue_s=since(request.admitted_s),
+        first_token_s=since(request.first_token_s),
+    )
