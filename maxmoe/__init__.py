@@ -6,8 +6,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Completion": "maxmoe.inference.engine",
+    "Completion": "maxmoe.inference.request",
     "Engine": "maxmoe.inference.engine",
+    "Request": "maxmoe.inference.request",
     "SamplingParams": "maxmoe.inference.sampling",
     "Session": "maxmoe.checkpoint.session",
     "Transformer": "maxmoe.model.transformer",

@@ -20,7 +20,7 @@ from maxmoe import decode
 from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
 from maxmoe.config import load_config
 from maxmoe.inference import compilation_cache
-from maxmoe.inference.engine import Step
+from maxmoe.inference.request import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "maxmoe/data/tiny"

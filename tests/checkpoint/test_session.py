@@ -212,7 +212,7 @@ save_session(folder + "-again", session, model)
 print(json.dumps(results))
 """
     children = _child(resume, source, folder), _child(place, source, folder, devices=8)
-    steps = [mm.inference.engine.Step(*step) for step in _result(children[0])]
+    steps = [mm.inference.request.Step(*step) for step in _result(children[0])]
     assert steps == _uninterrupted("tiny_k31", SAMPLED)[BEFORE:]
     results = _result(children[1])
     # Heads of KDA states, latent rows and index keys on one device, of 4, 256 and 256. Three do not divide these.

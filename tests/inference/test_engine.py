@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from maxmoe.config import load_config
 from maxmoe.inference import steps
-from maxmoe.inference.engine import Engine, Step
+from maxmoe.inference.engine import Engine
+from maxmoe.inference.request import Step
 from maxmoe.inference.sampling import SamplingParams
 from maxmoe.model.transformer import Transformer
 from tests.inference.random_weights import random_weights
@@ -216,7 +217,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("prompts", "params_of", "message"), REFUSED)
 def test_generate_refuses_before_anything_runs(engine, monkeypatch, prompts, params_of, message):
-    monkeypatch.setattr(Engine, "_run", None)
+    monkeypatch.setattr(Engine, "_loop", None)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, params_of)
 
