@@ -22,7 +22,7 @@ from maxmoe.inference.request import Completion, Request, Step, check_request
 from maxmoe.inference.run import Run
 from maxmoe.inference.sampling import SamplingParams, fresh_seed
 from maxmoe.inference.scheduler import MAX_WAITING, Scheduler
-from maxmoe.inference.serving_loop import ServingLoop
+from maxmoe.inference.serving_loop import ServingLoop, ServingMetrics
 from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place, prefill_row_in_place
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
@@ -138,6 +138,11 @@ class Engine:
         """Whether a submitted request waits or runs."""
         return "_serving" in self.__dict__ and self._serving.scheduler.has_work
 
+    @property
+    def metrics(self) -> ServingMetrics:
+        """Counts over all submitted requests."""
+        return self._serving.metrics
+
     def compilations(self) -> list[Program]:
         """Every program of the model that serving submitted requests ever compiles, whatever comes."""
         rows = self.max_batch if self.prefills_together else 1
@@ -166,9 +171,7 @@ class Engine:
 
     @functools.cached_property
     def _serving(self) -> ServingLoop:
-        scheduler = Scheduler[Request](
-            self.max_batch, max_tokens=self.max_running_tokens, max_waiting=self.max_waiting
-        )
+        scheduler = Scheduler[Request](self.max_batch, max_tokens=self.max_running_tokens, max_waiting=self.max_waiting)
         return ServingLoop(self, self._new_cache(self.max_batch, self.max_len), scheduler)
 
     # ---- Prompts that are there at once -----------------------------------------------------------------------------
