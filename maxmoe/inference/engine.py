@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
+from maxmoe.inference.prefix_cache import PrefixCache
 from maxmoe.inference.request import Completion, Request, Step, check_request
 from maxmoe.inference.run import Run
 from maxmoe.inference.sampling import SamplingParams, fresh_seed
@@ -26,6 +27,7 @@ from maxmoe.inference.serving_loop import ServingLoop, ServingMetrics
 from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place, prefill_row_in_place
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
+from maxmoe.ops.latent_cache import GROUP_ROWS
 
 PREFILL_CHUNK = 512  # tokens of a prompt that are prefilled at a time
 MIN_PREFILL_WIDTH = 16  # tokens; shorter chunks are padded to it
@@ -52,6 +54,7 @@ class Engine:
       cache_lens: Tokens per row that a batch's cache may have room for; the smallest that suffices is taken.
       prefill_widths: Tokens per row that a chunk is padded to; the last one is the longest chunk.
       runs_ahead: Whether a token is on its way to the next step before the host looks at it.
+      prefixes: The prefix cache, with its `stats`; None without one.
       prefills_together: Whether chunks of several rows are prefilled in one call, and nobody decodes meanwhile.
     """
 
@@ -70,6 +73,7 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         max_waiting: int = MAX_WAITING,
         max_running_tokens: int | None = None,
+        prefix_cache_bytes: int = 0,
     ):
         """Compiles nothing yet, and allocates nothing.
 
@@ -81,6 +85,8 @@ class Engine:
           prefill_chunk: In tokens. A smaller chunk needs less memory, a larger one takes fewer steps.
           max_waiting: Submitted requests that may wait.
           max_running_tokens: That the running ones of them may come to hold together; None for as many as fit.
+          prefix_cache_bytes: Of device memory, beside the cache of the slots, that states of submitted prompts are
+            kept in, so that a prompt that begins like an earlier one is read from there on; 0 keeps none.
         """
         sizes = {"max_batch": max_batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
         sizes |= {"max_waiting": max_waiting, "max_running_tokens": max_running_tokens}
@@ -93,7 +99,13 @@ class Engine:
         self.batch_sizes = _doubling(1, max_batch)
         self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)
         self.prefill_widths = _doubling(MIN_PREFILL_WIDTH, prefill_chunk)
+        if prefix_cache_bytes < 0 or (prefix_cache_bytes and prefill_chunk % GROUP_ROWS):
+            raise ValueError(
+                f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
+                f"prefill_chunk={prefill_chunk} must be a multiple of {GROUP_ROWS}"
+            )
         self.max_waiting, self.max_running_tokens = max_waiting, max_running_tokens
+        self.prefixes = PrefixCache(prefill_chunk, prefix_cache_bytes) if prefix_cache_bytes else None
 
     # ---- Requests as they come --------------------------------------------------------------------------------------
 
@@ -104,12 +116,14 @@ class Engine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queues a prompt; `step` gives its tokens. The first call allocates a cache of max_batch x max_len tokens.
 
         Args:
           priority: Lower is more urgent, and takes the slot of a less urgent request where none is free.
           deadline: Seconds from now after which the request is given up, with status "expired"; None for never.
+          cache_salt: Keeps prefixes apart: state is taken from requests of the same salt alone.
         Returns: The request, whose `steps` and `status` follow what happens.
         Raises:
           ValueError: What `generate` refuses, or a deadline that is not positive.
@@ -117,7 +131,7 @@ class Engine:
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline={deadline}: must be a positive number of seconds from now, or None for never")
-        request = self._request(0, prompt, params, priority, deadline)
+        request = self._request(0, prompt, params, priority, deadline, cache_salt)
         self._serving.submit(request)
         return request
 
@@ -172,7 +186,7 @@ class Engine:
     @functools.cached_property
     def _serving(self) -> ServingLoop:
         scheduler = Scheduler[Request](self.max_batch, max_tokens=self.max_running_tokens, max_waiting=self.max_waiting)
-        return ServingLoop(self, self._new_cache(self.max_batch, self.max_len), scheduler)
+        return ServingLoop(self, self._new_cache(self.max_batch, self.max_len), scheduler, prefixes=self.prefixes)
 
     # ---- Prompts that are there at once -----------------------------------------------------------------------------
 
@@ -241,6 +255,7 @@ class Engine:
         params: SamplingParams,
         priority: int = 0,
         deadline: float | None = None,
+        cache_salt: str = "",
     ) -> Request:
         ids, now_s = check_request(prompt, params, self.model.config, self.max_len, row), time.perf_counter()
         return Request(
@@ -253,6 +268,7 @@ class Engine:
             priority=priority,
             expires_at_s=None if deadline is None else now_s + deadline,
             submitted_s=now_s,
+            cache_salt=cache_salt,
         )
 
     def _loop(

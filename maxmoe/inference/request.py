@@ -61,6 +61,7 @@ class Request(Ticket):
       steps: One per token, the stop id included; they stay when a request does not finish.
       status: "failed" comes with an `error`.
       num_cached: Tokens whose state was there when it last got its slot, so that they were not computed.
+      cache_salt: Prefixes are shared among requests of one salt alone.
     """
 
     row: int
@@ -76,6 +77,7 @@ class Request(Ticket):
     status: Status = "waiting"
     error: FloatingPointError | None = None
     num_cached: int = 0
+    cache_salt: str = ""
 
     @property
     def ended(self) -> bool:

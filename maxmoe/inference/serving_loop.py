@@ -4,8 +4,8 @@ One iteration admits what the scheduler says, prefills a bounded number of token
 that has read its prompt. Each request owns one slot, a row of the batched cache; a request that ends leaves it at once.
 
 What a request gets does not depend on its neighbours:
-- A row's chunks begin at multiples of the chunk's length after what it found cached, and each runs alone, in a program
-  that no other row is part of: the same chunk gives the same bits, whoever else is there.
+- A row's chunks end at multiples of the chunk's length, and each runs alone, in a program that no other row is part of:
+  the same chunk gives the same bits, whoever else is there, and also after a prefix that was found at such a multiple.
 - Decoding runs all rows in one program of one shape. Rows that do not take part, because they are free or still read
   their prompt, keep their state, are routed to no expert and write nowhere. Every op works row by row, except that
   the experts' products gather the tokens of all rows; each token's product is its own there, too. So the same bits
@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxmoe.inference.interrupts import interrupts_wait
+from maxmoe.inference.prefix_cache import PrefixCache
 from maxmoe.inference.request import Request, Status, Step
 from maxmoe.inference.sampling import RowSettings, SamplingParams, row_keys, sample, seed_words, stack_settings
 from maxmoe.inference.scheduler import Scheduler
@@ -57,6 +58,22 @@ class ServingMetrics:
     num_ended: dict[Status, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class _Unread:
+    """What a request still has to prefill: `ids` from `num_read` on."""
+
+    ids: Int[np.ndarray, "T"]
+    num_read: int
+
+    def next_count(self, chunk: int) -> int:
+        """Tokens up to the next multiple of a chunk."""
+        return min(self.ids.size - self.num_read, chunk - self.num_read % chunk)
+
+    def next_ids(self, chunk: int) -> Int[np.ndarray, "t"]:
+        """The tokens up to there."""
+        return self.ids[self.num_read :][: self.next_count(chunk)]
+
+
 class ServingLoop:
     """A batch whose rows are slots.
 
@@ -72,16 +89,18 @@ class ServingLoop:
         cache: Cache,
         scheduler: Scheduler[Request],
         logits: Float[Array, "rows V"] | None = None,
+        prefixes: PrefixCache | None = None,
     ):
         """Takes over the cache, which has a row per slot of the scheduler.
 
         Args:
           logits: After the last token of a single row, where the cache holds one already.
+          prefixes: Where prompts are looked up, and kept; None to read every prompt whole.
         """
         self._engine, self.cache, self.scheduler, self.logits = engine, cache, scheduler, logits
-        self.metrics = ServingMetrics()
+        self.prefixes, self.metrics = prefixes, ServingMetrics()
         self.on_way: tuple[Array, Array] | None = None
-        self._unread: dict[int, np.ndarray] = {}  # by slot: tokens that are still to be prefilled
+        self._unread: dict[int, _Unread] = {}  # by slot
         self._settings: tuple[RowSettings, Array] | None = None  # on the device; None where it is out of date
         if self.num_slots > 1 and not engine.prefills_together:
             self.logits = np.zeros((self.num_slots, engine.model.config.vocab_size), np.float32)
@@ -143,13 +162,18 @@ class ServingLoop:
         request.status = "running"
         if request.admitted_s is None:
             request.admitted_s = time.perf_counter()
+        slot, history = request.slot, request.history()
         if request.num_cached == 0:
             with interrupts_wait():
-                self.cache = clear_row_in_place(self._engine.params, self.cache, request.slot)
-        self._unread.pop(request.slot, None)
-        unread = request.history()[request.num_cached :]
-        if unread.size:
-            self._unread[request.slot] = unread
+                self.cache = clear_row_in_place(self._engine.params, self.cache, slot)
+                if self.prefixes is not None:
+                    match = self.prefixes.match(request.cache_salt, history)
+                    if match.num_tokens:
+                        self.cache = self.prefixes.restore(match, self.cache, slot)
+                        request.num_cached = match.num_tokens
+        self._unread.pop(slot, None)
+        if history.size > request.num_cached:
+            self._unread[slot] = _Unread(history, request.num_cached)
         self._settings = None
 
     def _vacate(self, request: Request) -> None:
@@ -183,14 +207,14 @@ class ServingLoop:
         room = chunk
         order = sorted(self._unread, key=lambda slot: self.scheduler.running[slot].number)
         for slot in order:
-            ids = engine.padded_chunk(self._unread[slot][:chunk])
+            ids = engine.padded_chunk(self._unread[slot].next_ids(chunk))
             if ids.size > room:
                 return
             room -= ids.size
             self._prefill_slot(slot, ids)
 
     def _prefill_slot(self, slot: int, ids: np.ndarray) -> None:
-        count = min(self._unread[slot].size, ids.size)
+        count = self._unread[slot].next_count(self._engine.prefill_widths[-1])
         with interrupts_wait():
             logits, self.cache = self._engine.prefill_slot(ids[None], self.cache, count, slot)
             if self._read(slot, count):
@@ -200,11 +224,11 @@ class ServingLoop:
         """A chunk of every row that has not read its prompt, in one call."""
         counts = np.zeros(self.num_slots, np.int32)
         for slot, unread in self._unread.items():
-            counts[slot] = min(unread.size, chunk)
+            counts[slot] = unread.next_count(chunk)
         width = self._engine.padded_chunk(np.zeros(counts.max(), np.int32)).size
         ids = np.zeros((self.num_slots, width), np.int32)
         for slot, unread in self._unread.items():
-            ids[slot, : counts[slot]] = unread[: counts[slot]]
+            ids[slot, : counts[slot]] = unread.next_ids(chunk)
         with interrupts_wait():
             logits, self.cache = self._engine.prefill_chunk(ids, self.cache, counts)
             for slot in list(self._unread):
@@ -214,8 +238,12 @@ class ServingLoop:
     def _read(self, slot: int, count: int) -> bool:
         """Notes that tokens have been prefilled. Returns whether they were the slot's last ones."""
         self.metrics.num_prompt_tokens += int(count)
-        self._unread[slot] = self._unread[slot][count:]
-        if self._unread[slot].size:
+        unread = self._unread[slot]
+        unread.num_read += int(count)
+        if self.prefixes is not None:
+            salt = self.scheduler.running[slot].cache_salt
+            self.prefixes.insert(salt, unread.ids[: unread.num_read], self.cache, slot)
+        if unread.num_read < unread.ids.size:
             return False
         del self._unread[slot]
         return True
