@@ -160,7 +160,8 @@ class Engine:
     def compilations(self) -> list[Program]:
         """Every program of the model that serving submitted requests ever compiles, whatever comes."""
         rows = self.max_batch if self.prefills_together else 1
-        prefills = [Program("prefill", rows, width) for width in self.prefill_widths]
+        longest = _at_least(self.prefill_widths, min(self.max_len, self.prefill_widths[-1]))
+        prefills = [Program("prefill", rows, width) for width in self.prefill_widths if width <= longest]
         return [*prefills, Program("decode", self.max_batch, 1)]
 
     def warm_up(self, progress: Callable[[Program, int, int], None] | None = None) -> None:
@@ -176,12 +177,20 @@ class Engine:
         for done, program in enumerate(programs):
             if progress is not None:
                 progress(program, done, len(programs))
-            # The last width comes twice, so that a slot is taken over, and logits of a decode step are overwritten.
-            prompt = [self.model.config.bos_id] * min(program.num_tokens, self.max_len - 2)
-            self._serving.submit(self._request(0, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
-            while self.has_work:
-                self._serving.step()
+            self._rehearse(program.num_tokens, f"warm-up {done}")
+        if self.prefixes is not None:
+            self._rehearse(2, "warm-up")
+            self._rehearse(3, "warm-up")  # begins like the one before
+            self.prefixes.clear()
         jax.block_until_ready(self._serving.cache)
+
+    def _rehearse(self, num_tokens: int, cache_salt: str) -> None:
+        """Serves a prompt of about so many tokens, and a second token if there is room."""
+        prompt = [self.model.config.bos_id] * min(num_tokens, self.max_len - 1)
+        params = SamplingParams(temperature=0.0, max_tokens=min(2, self.max_len - len(prompt)))
+        self.submit(prompt, params, cache_salt=cache_salt)
+        while self.has_work:
+            self.step()
 
     @functools.cached_property
     def _serving(self) -> ServingLoop:

@@ -110,7 +110,7 @@ class PrefixCache:
         start = (prefix.size - 1) // self.block * self.block
         if cache.max_len is not None and start + self.block > cache.max_len:
             return
-        node = self._roots.setdefault(salt, _Node(None, b""))
+        node = root = self._roots.get(salt) or _Node(None, b"")
         for first in range(0, start, self.block):
             node = node.children.get(prefix[first : first + self.block].tobytes())
             if node is None:
@@ -120,6 +120,7 @@ class PrefixCache:
         if child is None:
             child = node.children[key] = _Node(node, key, _read_rows(cache, slot, start, self.block))
             self.stats.num_bytes += _num_bytes(child.rows)
+            self._roots[salt] = root
         if child.state is None:
             child.state = _read_state(cache, slot)
             self.stats.num_bytes += _num_bytes(child.state)
@@ -136,9 +137,10 @@ class PrefixCache:
         return _write_state(cache, match.state, np.int32(slot), np.int32(match.num_tokens))
 
     def clear(self) -> None:
-        """Lets everything go."""
+        """Lets everything go, and counts from zero."""
         while self._states:
             self._evict()
+        self.stats = PrefixStats()
 
     def _evict(self) -> None:
         node, _ = self._states.popitem(last=False)

@@ -47,7 +47,7 @@ def _engine():
     config = load_config(ROOT / "configs/tiny.py")
     model = Transformer(dataclasses.replace(config, num_layers=2, full_attention_layers=(1,)))
     weights = random_weights(model, jnp.float32)
-    engine = Engine(model, weights, max_batch=SLOTS, max_len=MAX_LEN, prefill_chunk=CHUNK, max_waiting=8)
+    engine = Engine(model, weights, max_batch=SLOTS, max_len=MAX_LEN, prefill_chunk=CHUNK, max_waiting=10)
     engine.warm_up()
     return engine
 
@@ -64,9 +64,10 @@ def _serve(jobs):
     return requests
 
 
-def _drain():
-    while _engine().has_work:
-        _engine().step()
+def _drain(engine=None):
+    engine = _engine() if engine is None else engine
+    while engine.has_work:
+        engine.step()
 
 
 @jax.jit
@@ -76,9 +77,9 @@ def _poisoned(cache, row):
     return cache.replace(stacks=stacks)
 
 
-def _poison_free_slots(done):
+def _poison_free_slots(done, engine=None):
     """Poisons rows that nobody holds; `done` names those that have been."""
-    loop = _engine()._serving
+    loop = (_engine() if engine is None else engine)._serving
     free = set(range(SLOTS)) - loop.scheduler.running.keys()
     for slot in free - done:
         loop.cache = _poisoned(loop.cache, slot)
@@ -104,7 +105,7 @@ class _Traffic(stateful.RuleBasedStateMachine):
 
     @stateful.rule(job=st.integers(0, len(JOBS) - 1), priority=st.integers(0, 2))
     def submit(self, job, priority):
-        if len(_engine()._serving.scheduler.waiting) < 8:
+        if len(_engine()._serving.scheduler.waiting) < 10:
             self.requests.append((job, _engine().submit(*JOBS[job], priority=priority)))
 
     @stateful.rule(count=st.integers(1, 4))
@@ -149,15 +150,6 @@ class _Traffic(stateful.RuleBasedStateMachine):
 
 _Traffic.TestCase.settings = hypothesis.settings(max_examples=12, stateful_step_count=20)
 test_any_interleaving_gives_the_answers_of_requests_alone = _Traffic.TestCase
-
-
-def test_a_request_alone_in_a_batch_of_its_own_says_the_same():
-    for (prompt, params), wanted in zip(JOBS, _alone(), strict=True):
-        streamed = list(_engine().stream(prompt, params))
-        assert [step.token_id for step in streamed] == [step.token_id for step in wanted]
-        np.testing.assert_allclose(
-            [step.logprob for step in streamed], [step.logprob for step in wanted], rtol=0, atol=LOGPROB_TOLERANCE
-        )
 
 
 def test_programs_are_listed_and_traffic_compiles_none():
@@ -225,8 +217,8 @@ def test_requests_expire_waiting_or_running():
 
 
 def test_a_full_queue_refuses_and_goes_on():
-    requests = [_engine().submit(*JOBS[0]) for _ in range(8)]
-    with pytest.raises(QueueFullError, match="8 requests wait already"):
+    requests = [_engine().submit(*JOBS[0]) for _ in range(10)]
+    with pytest.raises(QueueFullError, match="10 requests wait already"):
         _engine().submit(*JOBS[0])
     _drain()
     for request in requests:
@@ -262,3 +254,95 @@ def test_metrics_count_tokens_and_preemptions():
     assert after.num_prompt_tokens - before.num_prompt_tokens == 2
     assert after.num_generated_tokens - before.num_generated_tokens == len(_alone()[0])
     assert after.num_preemptions == before.num_preemptions
+
+
+# ---- Prefix cache ---------------------------------------------------------------------------------------------------
+
+LONG, END = JOBS[2][0], JOBS[4][0]  # 70 and 33 tokens: over four chunks of 16, and one more than two
+PREFIX_CASES = [
+    ("the same again", LONG, LONG, 64),
+    ("a whole number of chunks, of which the last must be computed", LONG[:32], LONG[:32], 16),
+    ("one more than a whole number of chunks", LONG[:32], LONG[:33], 32),
+    ("40 tokens alike, but state at 32", LONG[:48], [*LONG[:40], 1, 2, 3], 32),
+    ("within the first chunk", LONG[:48], [*LONG[:9], 1, 2, 3], 0),
+]
+
+
+@functools.cache
+def _prefix_engine(num_bytes=2**30):
+    whole = _engine()
+    sizes = {"max_batch": SLOTS, "max_len": MAX_LEN, "prefill_chunk": CHUNK}
+    return Engine(whole.model, whole.params, **sizes, prefix_cache_bytes=num_bytes)
+
+
+def _answer(prompt, salt="", engine=None):
+    """Serves a prompt in a slot that held NaN."""
+    engine = _prefix_engine() if engine is None else engine
+    _poison_free_slots(set(), engine)
+    request = engine.submit(prompt, GREEDY, cache_salt=salt)
+    _drain(engine)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_cached"), [case[1:] for case in PREFIX_CASES], ids=[c[0] for c in PREFIX_CASES]
+)
+def test_a_prefix_of_whole_chunks_changes_no_bit(first, second, num_cached):
+    cold = _serve([(second, GREEDY)])[0]
+    _prefix_engine().prefixes.clear()
+    assert _answer(first).num_cached == 0
+    warm = _answer(second)
+    assert warm.num_cached == num_cached == _prefix_engine().prefixes.stats.num_hit_tokens
+    assert warm.steps == cold.steps
+    assert _answer(second, "other salt").num_cached == 0
+
+
+def test_a_conversation_goes_on_from_the_end_of_its_last_prompt():
+    _prefix_engine().prefixes.clear()
+    _answer(END)
+    longer = [*END, 9, 8, 7, 6]
+    warm, cold = _answer(longer), _serve([(longer, GREEDY)])[0]
+    assert warm.num_cached == len(END)
+    assert [step.token_id for step in warm.steps] == [step.token_id for step in cold.steps]
+    got, wanted = ([step.logprob for step in request.steps] for request in (warm, cold))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGPROB_TOLERANCE)  # the chunks were others
+    again = _answer(longer)
+    assert again.num_cached == len(END) and again.steps == warm.steps
+
+
+def test_a_small_prefix_cache_lets_the_oldest_go_and_changes_no_answer():
+    _prefix_engine().prefixes.clear()
+    _answer(LONG)
+    stats = _prefix_engine().prefixes.stats
+    small = _prefix_engine(stats.num_bytes // 2)
+    cold = _serve([(LONG, GREEDY)])[0]
+    for _ in range(2):
+        for prompt in (LONG, END):
+            request = _answer(prompt, engine=small)
+            assert small.prefixes.stats.num_bytes <= stats.num_bytes // 2
+            if prompt is LONG:
+                assert request.steps == cold.steps
+    assert small.prefixes.stats.num_evictions > 0
+    small.prefixes.clear()
+    assert small.prefixes.stats.num_bytes == 0 and small.prefixes._roots == {}
+
+
+def test_a_prefix_cache_is_warmed_up_too():
+    engine = _prefix_engine()
+    engine.warm_up()
+    assert engine.prefixes.stats.num_states == 0
+    _poison_free_slots(set(), engine)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    assert [_answer(LONG).num_cached for _ in range(2)] == [0, 64]
+    assert compiled == []
+
+
+def test_engine_refuses_prefix_sizes_that_mean_nothing():
+    engine = _engine()
+    with pytest.raises(ValueError, match="prefix_cache_bytes=-1"):
+        Engine(engine.model, engine.params, prefix_cache_bytes=-1)
+    with pytest.raises(ValueError, match="prefill_chunk=30 must be a multiple of 4"):
+        Engine(engine.model, engine.params, prefix_cache_bytes=1, prefill_chunk=30)
