@@ -100,6 +100,7 @@ class ServingLoop:
         self._engine, self.cache, self.scheduler, self.logits = engine, cache, scheduler, logits
         self.prefixes, self.metrics = prefixes, ServingMetrics()
         self.on_way: tuple[Array, Array] | None = None
+        self._awaited: list[Request] = []  # whose next tokens are on the way
         self._unread: dict[int, _Unread] = {}  # by slot
         self._settings: tuple[RowSettings, Array] | None = None  # on the device; None where it is out of date
         if self.num_slots > 1 and not engine.prefills_together:
@@ -131,6 +132,8 @@ class ServingLoop:
 
     def step(self) -> list[tuple[Request, Step]]:
         """One iteration. Returns the new token of each row that has one; its last one carries the finish reason."""
+        if self._awaited:  # an interrupt came before the host had them
+            return self._collect()
         for request in self.scheduler.expired(time.perf_counter()):
             self._end(request, "expired")
         preempted, admitted = self.scheduler.schedule()
@@ -256,11 +259,18 @@ class ServingLoop:
         ready = [request for slot, request in self.scheduler.running.items() if slot not in self._unread]
         if not ready:
             return []
-        runs_ahead = self._engine.runs_ahead
-        chosen = self._sample()
-        if runs_ahead:
-            self._advance([r for r in ready if len(r.steps) + 1 < r.params.max_tokens])
-        tokens, logprobs = (array.tolist() for array in jax.device_get(chosen))
+        with interrupts_wait():
+            self._sample()
+            self._awaited = ready
+            if self._engine.runs_ahead:
+                self._advance([r for r in ready if len(r.steps) + 1 < r.params.max_tokens])
+        return self._collect()
+
+    def _collect(self) -> list[tuple[Request, Step]]:
+        """Hands over the tokens that are on the way, to those who still have their slots."""
+        tokens, logprobs = (array.tolist() for array in jax.device_get(self.on_way))
+        ready = [request for request in self._awaited if self.scheduler.running.get(request.slot) is request]
+        self._awaited = []
         now_s, new = time.perf_counter(), []
         for request in ready:
             slot = request.slot
@@ -272,19 +282,17 @@ class ServingLoop:
             if request.steps[-1].finish_reason is not None:
                 self._end(request, "finished")
         self.metrics.num_generated_tokens += len(new)
-        if not runs_ahead:
+        if not self._engine.runs_ahead:
             self._advance([request for request in ready if not request.ended])
         return new
 
-    def _sample(self) -> tuple[Array, Array]:
-        """Each row's next token, on the device."""
+    def _sample(self) -> None:
+        """Sends each row's next token on its way."""
         if self._settings is None:
             running = [self.scheduler.running.get(slot) for slot in range(self.num_slots)]
             settings = stack_settings([_UNUSED if r is None else r.params for r in running])
             self._settings = jax.device_put((settings, seed_words([0 if r is None else r.seed for r in running])))
-        chosen = _next_tokens(self.logits, *self._settings, self.cache.lengths)
-        self.on_way = chosen
-        return chosen
+        self.on_way = _next_tokens(self.logits, *self._settings, self.cache.lengths)
 
     def _advance(self, requests: list[Request]) -> None:
         """Appends the chosen tokens to the rows of these requests."""

@@ -5,6 +5,7 @@ whoever stands beside them, so that log-probabilities must have the same bits; a
 other shapes, sums are taken in another order, and only tokens are the same.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -245,6 +246,25 @@ def test_broken_logits_end_their_request_and_no_other():
         _same(request, _alone()[0])
     _same(requests[2], _alone()[4])
     assert broken.metrics.num_ended == {"finished": 4, "failed": 1}
+
+
+def test_an_interrupt_before_the_host_has_a_token_loses_none(monkeypatch):
+    get, calls = jax.device_get, []
+
+    def interrupt(values):
+        calls.append(1)
+        if len(calls) % 3 == 1:
+            raise KeyboardInterrupt
+        return get(values)
+
+    requests = [_engine().submit(*job) for job in JOBS]
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "device_get", interrupt)
+        while _engine().has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                _engine().step()
+    for request, wanted in zip(requests, _alone(), strict=True):
+        _same(request, wanted)
 
 
 def test_metrics_count_tokens_and_preemptions():
