@@ -193,11 +193,13 @@ class StreamingEngine(Engine):
         self._experts.close()
 
     def prefill_chunk(self, ids, cache, lengths):
+        """See `Engine`: one pass over the checkpoint."""
         spans = Spans(start=cache.lengths, lengths=jnp.asarray(lengths))
         current, bank, cache = self._run_layers("prefill", jnp.asarray(ids), cache, spans)
         return _end_prefill(self.model, self.params, current, bank, spans), cache
 
     def decode_token(self, token, cache, active):
+        """See `Engine`: one pass over the checkpoint, without experts for rows that are not active."""
         spans = Spans(start=cache.lengths, lengths=jnp.asarray(active, jnp.int32))
         max_len = cache.max_len
         current, bank, cache = self._run_layers("decode", token[:, None], cache, spans, active)
