@@ -163,6 +163,38 @@ def slot_axes(mesh: Mesh | AbstractMesh, rows: LatentRows) -> tuple[str, ...]:
     return activation_axes(mesh, axes.SLOTS, rows.shared.shape[2])
 
 
+def take_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """One row of a batch, as a cache of its own."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1, _batch_axis(leaf)), cache)
+
+
+def put_row(cache: Cache, kept: Cache, row: Int[Array, ""]) -> Cache:
+    """The batch with one row replaced; the inverse of `take_row`."""
+
+    def put(leaf, new):
+        return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, _batch_axis(leaf))
+
+    return constrain_cache(jax.tree.map(put, cache, kept))
+
+
+def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """The batch with one row as if nothing had been there: length, KDA and conv state are zero.
+
+    What lies in rows beyond a sequence's length is never read, whatever it is, so it stays.
+    """
+
+    def entry(kept):
+        if not isinstance(kept, KDACache):
+            return kept
+        return KDACache(conv=kept.conv.at[:, row].set(0), state=kept.state.at[:, row].set(0))
+
+    return constrain_cache(_map_entries(entry, cache.replace(lengths=cache.lengths.at[row].set(0))))
+
+
+def _batch_axis(leaf):
+    return min(1, leaf.ndim - 1)  # lengths have no axis of layers
+
+
 def to_plain(cache: Cache) -> Cache:
     """The cache with a `PlainMLACache` for each `MLACache`: for keeping it, and for changing its capacity."""
 

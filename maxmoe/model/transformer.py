@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe import axes
 from maxmoe.config import ModelConfig
@@ -61,12 +61,16 @@ class Transformer(nn.Module):
         hidden, cache = self._run("prefill", ids, cache, Spans(start=cache.lengths, lengths=lengths))
         return self._last_logits(hidden, lengths), cache
 
-    def decode(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+    def decode(
+        self, token: Int[Array, "B"], cache: Cache, active: Bool[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends one token to each row. Returns the logits after it, and the cache.
 
-        A row whose cache was already full gets NaN logits: its token could not be kept.
+        A row whose cache was already full gets NaN logits: its token could not be kept. Where `active` is given,
+        the other rows are left as they are, and their logits mean nothing.
         """
-        spans = Spans(start=cache.lengths, lengths=jnp.ones_like(cache.lengths))
+        ones = jnp.ones_like(cache.lengths)
+        spans = Spans(start=cache.lengths, lengths=ones if active is None else active.astype(ones.dtype))
         max_len = cache.max_len
         hidden, cache = self._run("decode", token[:, None], cache, spans)
         return self._kept_logits(hidden, spans, max_len), cache
