@@ -63,7 +63,6 @@ class Engine:
     """
 
     runs_ahead = True
-    prefills_together = False
 
     def __init__(
         self,
@@ -108,6 +107,8 @@ class Engine:
         if largest >= model.config.vocab_size:
             raise ValueError(f"Engine: marker id {largest} is outside the vocabulary of {model.config.vocab_size} ids")
         self.detokenizer, self.thinking = detokenizer, thinking
+        # Rows that lie on different devices are read at the same time; one row alone would leave the others idle.
+        self.prefills_together = mesh is not None and mesh.shape.get("data", 1) > 1
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
         self.batch_sizes = _doubling(1, max_batch)
         self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)

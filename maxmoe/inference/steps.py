@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmoe.model.cache import Cache, cache_shardings, clear_row, make_cache, put_row, take_row
+from maxmoe.model.cache import Cache, cache_shardings, clear_row, make_cache
 from maxmoe.model.transformer import Transformer
 
 
@@ -139,8 +139,7 @@ def _decode_body(model, params, token, cache, active=None):
 
 
 def _prefill_row(model, params, ids, cache, length, row):
-    logits, kept = model.apply({"params": params}, ids, take_row(cache, row), length[None], method="prefill")
-    return logits, put_row(cache, kept, row)
+    return model.apply({"params": params}, ids, cache, length, row, method="prefill_row")
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_body)
@@ -161,10 +160,7 @@ def prefill_in_place(
 def prefill_row_in_place(
     model: Transformer, params: dict, ids: Int[Array, "1 T"], cache: Cache, length: int, row: int
 ) -> tuple[Float[Array, "1 V"], Cache]:
-    """Appends `length` tokens to one row of a batch, which no other row has a part in. The cache is used up.
-
-    The row is copied out and back, so devices need room for one more row.
-    """
+    """Appends `length` tokens to one row of a batch, which no other row has a part in. The cache is used up."""
     with on_mesh_of(params):
         return _prefill_row_donating(model, params, ids, cache, np.int32(length), np.int32(row))
 

@@ -150,7 +150,6 @@ class StreamingEngine(Engine):
     """
 
     runs_ahead = False
-    prefills_together = True  # one pass over the checkpoint serves all rows
 
     def __init__(
         self,
@@ -192,6 +191,7 @@ class StreamingEngine(Engine):
             detokenizer=detokenizer,
             thinking=thinking,
         )
+        self.prefills_together = True  # one pass over the checkpoint serves all rows
 
     def close(self) -> None:
         """Waits for reads that are under way. The source may be closed afterwards; the engine is of no more use."""

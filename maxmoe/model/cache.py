@@ -17,10 +17,21 @@ from maxmoe.sharding import activation_axes, activation_spec, current_mesh
 
 @flax.struct.dataclass
 class Spans:
-    """The tokens of one call: row b holds `lengths[b]` real tokens from position `start[b]` on."""
+    """The tokens of one call: row b holds `lengths[b]` real tokens from position `start[b]` on.
+
+    Attributes:
+      row: Of a batch of `num_rows`, where the call is about that row alone and has caches as `one_row` lays them out;
+        None where it is about all rows.
+    """
 
     start: Int[Array, "B"]
     lengths: Int[Array, "B"]
+    row: Int[Array, ""] | None = None
+    num_rows: int = flax.struct.field(pytree_node=False, default=1)
+
+    def layer(self, superblock: Int[Array, ""]) -> Int[Array, ""]:
+        """Where a superblock's state lies along the first axis of caches."""
+        return superblock if self.row is None else superblock * self.num_rows + self.row
 
     def positions(self, num_tokens: int) -> Int[Array, "B T"]:
         """Position of each token; padding repeats that of the row's last real token, at least 0."""
@@ -163,18 +174,20 @@ def slot_axes(mesh: Mesh | AbstractMesh, rows: LatentRows) -> tuple[str, ...]:
     return activation_axes(mesh, axes.SLOTS, rows.shared.shape[2])
 
 
-def take_row(cache: Cache, row: Int[Array, ""]) -> Cache:
-    """One row of a batch, as a cache of its own."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1, _batch_axis(leaf)), cache)
+def one_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """A batch of the one row, over the same memory: layers and rows share the first axis, see `Spans.layer`.
+
+    Steps on it read and write that row in place, where a slice would be a copy of all that the row holds.
+    """
+    stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), cache.stacks)
+    return Cache(lengths=jax.lax.dynamic_slice_in_dim(cache.lengths, row, 1), stacks=stacks)
 
 
-def put_row(cache: Cache, kept: Cache, row: Int[Array, ""]) -> Cache:
-    """The batch with one row replaced; the inverse of `take_row`."""
-
-    def put(leaf, new):
-        return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, _batch_axis(leaf))
-
-    return constrain_cache(jax.tree.map(put, cache, kept))
+def whole_batch(cache: Cache, kept: Cache, row: Int[Array, ""]) -> Cache:
+    """The inverse of `one_row`: the batch that `cache` was, with the row as it is in `kept`."""
+    stacks = jax.tree.map(lambda leaf, new: new.reshape(leaf.shape), cache.stacks, kept.stacks)
+    lengths = jax.lax.dynamic_update_slice_in_dim(cache.lengths, kept.lengths, row, 0)
+    return constrain_cache(Cache(lengths=lengths, stacks=stacks))
 
 
 def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
@@ -189,10 +202,6 @@ def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
         return KDACache(conv=kept.conv.at[:, row].set(0), state=kept.state.at[:, row].set(0))
 
     return constrain_cache(_map_entries(entry, cache.replace(lengths=cache.lengths.at[row].set(0))))
-
-
-def _batch_axis(leaf):
-    return min(1, leaf.ndim - 1)  # lengths have no axis of layers
 
 
 def to_plain(cache: Cache) -> Cache:
