@@ -113,12 +113,17 @@ async def _ready(request: Request, service: Service) -> Response:
 
 async def _metrics(request: Request, service: Service) -> Response:
     load = service.engine_thread.load()
-    service.metrics.engine_state(load.num_running, load.num_waiting, load.usage, load.prefix_queries, load.prefix_hits)
+    service.metrics.engine_state(
+        running=load.num_running,
+        waiting=load.num_waiting,
+        cache_usage=load.usage,
+        prefix_queries=load.num_queried_tokens,
+        prefix_hits=load.num_hit_tokens,
+        preemptions=load.num_preemptions,
+    )
     body, content_type = service.metrics.render()
     return Response(body, headers={"content-type": content_type})
 
 
 async def _openapi(request: Request, service: Service) -> Response:
     return JsonResponse(openapi.description(service.options))
-
-

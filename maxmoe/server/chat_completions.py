@@ -1,7 +1,7 @@
 """/v1/chat/completions, in OpenAI's form, and going on with a session in the same form.
 
-Thinking is in `reasoning_content`, the name under which the publisher's own service tells it and under which it must come
-back; `reasoning` is another name that some clients know, told as well where the server is started so.
+Thinking is in `reasoning_content`, the name under which the publisher's own service tells it and under which it must
+come back; `reasoning` is another name that some clients know, told as well where the server is started so.
 """
 
 import functools
@@ -42,7 +42,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
     body = await read_json(request, service.options)
     fields = read_fields(ChatFields, body.value)
     prompt = {key: body.value[key] for key in _PROMPT_KEYS if key in body.value}
-    return await _answer(request, service, fields, chat_ask("chat_completions", fields, prompt, body))
+    return await _answer(request, service, fields, chat_ask("/v1/chat/completions", fields, prompt, body))
 
 
 async def resume_session(request: Request, service: Service, name: str) -> Response:
@@ -58,7 +58,7 @@ async def resume_session(request: Request, service: Service, name: str) -> Respo
     prompt = past.request | choices | {"messages": past.request["messages"] + new}
     if not past.is_complete:
         prompt |= {"add_generation_prompt": False}
-    ask = chat_ask("sessions", fields, prompt, body, past_ids=past.ids, num_past=len(past.request["messages"]))
+    ask = chat_ask("/v1/sessions", fields, prompt, body, past_ids=past.ids, num_past=len(past.request["messages"]))
     return await _answer(request, service, fields, ask)
 
 
@@ -119,12 +119,11 @@ def _remember(
     (result,) = results
     kept = {key: value for key, value in prompt.items() if key not in ("tool_choice", "response_format")}
     messages = list(kept["messages"])
-    if kept.pop("add_generation_prompt", True) is False or kept.pop("continue_final_message", None):
-        messages = messages[:-1] + [_joined(messages[-1], result.message)]
-    elif messages[-1].get("partial"):
-        messages = messages[:-1] + [_joined(messages[-1], result.message)]
+    resumes = kept.pop("add_generation_prompt", True) is False
+    if kept.pop("continue_final_message", False) or messages[-1].get("partial") or resumes:
+        messages[-1] = _joined(messages[-1], result.message)
     else:
-        messages = [*messages, result.message]
+        messages.append(result.message)
     ids = [*plan.prompts[0], *result.ids]
     complete = result.ids[-1:] == [service.tokenizer.end_of_msg_id] and result.finish_reason != "length"
     snapshot = Snapshot(ids=ids, request=kept | {"messages": messages}, is_complete=complete)
@@ -133,9 +132,7 @@ def _remember(
 
 def _joined(begun: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
     """One message from its beginning and what came after."""
-    joined = {
-        key: (begun.get(key) or "") + (rest.get(key) or "") or None for key in ("reasoning_content", "content")
-    }
+    joined = {key: (begun.get(key) or "") + (rest.get(key) or "") or None for key in ("reasoning_content", "content")}
     calls = [*(begun.get("tool_calls") or ()), *(rest.get("tool_calls") or ())]
     return {"role": "assistant", **joined, "tool_calls": calls}
 

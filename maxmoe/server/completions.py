@@ -26,9 +26,9 @@ _Ids = Annotated[list[TokenId], Field(min_length=1)]
 class CompletionFields(ExtendedSamplingFields):
     """A completion."""
 
-    prompt: (
-        str | _Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)]
-    ) = Field(description="Text, in which the names of special ids become these; or ids; or a list of either.")
+    prompt: str | _Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)] = Field(
+        description="Text, in which the names of special ids become these; or ids; or a list of either."
+    )
     max_tokens: PositiveCount | None = Field(None, description=f"Default: {_DEFAULT_MAX_TOKENS}.")
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="Tells the log-probability of each token, and those of so many likeliest ones."
@@ -46,11 +46,13 @@ async def completions(request: Request, service: Service) -> Response:
 
 
 def _plan(service: Service, fields: CompletionFields, caller: str) -> Plan:
-    given = fields.prompt if isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int) else [fields.prompt]
+    given = (
+        fields.prompt if isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int) else [fields.prompt]
+    )
     count = fields.n or 1
     if len(given) * count > MAX_CHOICES:
         raise bad_request(
-            f"{len(given)} prompts with n={count} make {len(given) * count} answers; at most {MAX_CHOICES} in a request",
+            f"{len(given)} prompts with n={count} make {len(given) * count} answers; at most {MAX_CHOICES}",
             "n",
             "invalid_field",
         )
@@ -72,7 +74,7 @@ def _plan(service: Service, fields: CompletionFields, caller: str) -> Plan:
         return TextReader(service.tokenizer, stops=fields.stops, min_tokens=params[index].min_tokens)
 
     return Plan(
-        endpoint="completions",
+        endpoint="/v1/completions",
         prompts=prompts,
         params=params,
         make_reader=make_reader,

@@ -90,7 +90,7 @@ async def _events(
                 on_end(generation.in_order())
             yield b"".join(form.end(generation))
         except ApiError as error:
-            service.metrics.error(error.code or "error")
+            service.metrics.error(error.kind)
             request.state.log.add(error=error.code)
             yield b"".join(form.failure(error))
         finally:

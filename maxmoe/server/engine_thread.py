@@ -26,7 +26,7 @@ class EngineRequest(Protocol):
 
     Attributes:
       status: "waiting" and "running" until it ends.
-      error: Why it failed.
+      failure: What is wrong, with status "failed".
       num_cached: Tokens of the prompt whose state was there already.
       budget_forced: Whether its thinking was ended by the budget.
       num_tokens: That it may come to hold, prompt and longest answer.
@@ -35,7 +35,7 @@ class EngineRequest(Protocol):
 
     num_tokens: int
     status: str
-    error: Exception | None
+    failure: str | None
     num_cached: int
     budget_forced: bool
     submitted_s: float
@@ -44,10 +44,17 @@ class EngineRequest(Protocol):
 
 
 class ServingEngine(Protocol):
-    """What the server needs of an engine; see `inference.engine.Engine`."""
+    """What the server needs of an engine; see `inference.engine.Engine`.
+
+    Attributes:
+      prefixes: The prefix cache; None without one.
+      metrics: With `num_preemptions`; for the thread alone.
+    """
 
     max_len: int
     max_batch: int
+    prefixes: Any
+    metrics: Any
 
     def submit(
         self,
@@ -88,7 +95,7 @@ class Ended(NamedTuple):
     """How an answer ended, times in seconds from its submission; see `EngineRequest`."""
 
     status: str
-    error: str | None
+    failure: str | None
     num_cached: int
     budget_forced: bool
     queue_s: float | None
@@ -190,13 +197,23 @@ class _Cancel(NamedTuple):
     index: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much there is to do: requests that run and wait, and the share of the engine's tokens that running ones hold."""
+    """How much there is to do.
+
+    Attributes:
+      num_running, num_waiting: Requests.
+      usage: The share of the engine's tokens that running requests have set aside.
+      num_queried_tokens, num_hit_tokens: Of prompts that the prefix cache was asked for, and of those found.
+      num_preemptions: Since the engine began, as are the tokens.
+    """
 
     num_running: int
     num_waiting: int
     usage: float
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_preemptions: int
 
 
 class EngineThread:
@@ -224,6 +241,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._live: dict[Any, tuple[Ticket, int]] = {}  # by the engine's request; the thread's
         self._num_live = 0  # as the loop knows
+        self._num_preemptions = 0
         self._mean_request_s = 1.0
 
     def start(self) -> None:
@@ -256,8 +274,15 @@ class EngineThread:
         requests = list(self._live)
         running = [request for request in requests if request.status == "running"]
         held = sum(request.num_tokens for request in running)
-        room = self.engine.max_batch * self.engine.max_len
-        return Load(len(running), len(requests) - len(running), held / room)
+        stats = None if self.engine.prefixes is None else self.engine.prefixes.stats
+        return Load(
+            num_running=len(running),
+            num_waiting=len(requests) - len(running),
+            usage=held / (self.engine.max_batch * self.engine.max_len),
+            num_queried_tokens=0 if stats is None else stats.num_queried_tokens,
+            num_hit_tokens=0 if stats is None else stats.num_hit_tokens,
+            num_preemptions=self._num_preemptions,
+        )
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Hands prompts to the engine, all of them or none.
@@ -297,6 +322,7 @@ class EngineThread:
             while self._take_commands():
                 if self.engine.has_work:
                     self._hand_over(self.engine.step())
+                    self._num_preemptions = self.engine.metrics.num_preemptions
         except BaseException as error:  # whatever it is, nobody shall wait for an engine that is gone
             self.fault = error
             logging.error("the engine has failed, and so do all requests: %r", error)
@@ -408,7 +434,7 @@ def _ended(request: EngineRequest) -> Ended:
 
     return Ended(
         status=request.status,
-        error=None if request.error is None else str(request.error),
+        failure=request.failure,
         num_cached=request.num_cached,
         budget_forced=request.budget_forced,
         queue_s=since(request.admitted_s),

@@ -58,10 +58,14 @@ class ApiError(Exception):
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
+    @property
+    def kind(self) -> str:
+        """The type of the error, as OpenAI's clients know it."""
+        return _OPENAI_TYPES.get(self.status, "invalid_request_error")
+
     def openai_body(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
-        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error | self.details}
 
     def anthropic_body(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Gate:
             await self._app(scope, receive, send_traced)
         except ApiError as error:
             log.add(error=error.code, param=error.param)
-            self._metrics.error(error.code or "error")
+            self._metrics.error(error.kind)
             await error_response(error, path)(scope, receive, send_traced)
         except HTTPException as error:
             answer = ApiError(error.status_code, f"{scope['method']} {path:.200}: {error.detail}", code="no_such_route")
@@ -72,7 +72,7 @@ class Gate:
         except Exception as error:
             logging.exception("trace id %s: a fault in the server", trace_id)
             log.add(error="internal_error")
-            self._metrics.error("internal_error")
+            self._metrics.error("server_error")
             if status is None:
                 fault = ApiError(500, f"a fault in the server ({type(error).__name__}); see its log for {trace_id}")
                 await error_response(fault, path)(scope, receive, send_traced)

@@ -20,7 +20,7 @@ class Plan:
     """A request that has been checked and encoded.
 
     Attributes:
-      endpoint: For metrics.
+      endpoint: Its path.
       prompts: Token ids, one list for each answer.
       params: One for each answer.
       make_reader: Of an answer, from its index.
@@ -71,7 +71,7 @@ class Generation:
 
     def __enter__(self) -> "Generation":
         self._began_s = time.perf_counter()
-        self._service.metrics.request_started(self.plan.endpoint, self._service.options.model_name)
+        self._service.metrics.request_started(self.plan.endpoint)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -79,7 +79,7 @@ class Generation:
             self._ticket.__exit__(kind, *rest)
         self.seconds = time.perf_counter() - self._began_s
         complete = len(self.results) == len(self._readers)
-        status = "ok" if complete else "error" if self._failed else "cancelled"
+        status = self.results[0].finish_reason if complete else "error" if self._failed else "abort"
         if complete:
             self._service.engine_thread.note_duration(self.seconds)
         first = min(self._ended.values(), key=lambda ended: ended.first_token_s or 0.0, default=None)
@@ -113,6 +113,7 @@ class Generation:
         except ValueError as error:
             raise refused_by_engine(error) from error
         except BusyError as error:
+            self._service.metrics.admission_rejection("queue_full")
             raise ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s) from error
         except EngineGoneError as error:
             raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=10) from error
@@ -193,7 +194,7 @@ class Generation:
             return ApiError(504, f"the answer was not complete after {limit:g} s, this server's limit", code="timeout")
         if ended.status == "cancelled":
             return ApiError(503, "the answer was cancelled by the server", code="cancelled")
-        return ApiError(500, f"the answer failed: {ended.error}", code="generation_failed")
+        return ApiError(500, f"the answer failed: {ended.failure}", code="generation_failed")
 
     # ---- Usage ------------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,7 @@ async def read_json(request: Request, options: Options) -> JsonBody:
     """Reads a body within the limits. Raises: ApiError; ClientDisconnect."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps pages of other sites from posting without asking
-        raise ApiError(
-            415, f"the Content-Type is {kind!r:.80}; send application/json", code="unsupported_content_type"
-        )
+        raise ApiError(415, f"the Content-Type is {kind!r:.80}; send application/json", code="unsupported_content_type")
     raw = await _read(request, options)
     try:
         value = json.loads(raw, parse_constant=_refuse_constant)
@@ -113,5 +111,3 @@ class RateLimiter:
                 code="rate_limit_exceeded",
                 retry_after_s=math.ceil((1 - left) * 60 / self._capacity),
             )
-
-

@@ -32,7 +32,8 @@ def text_logprobs(tokenizer: Tokenizer, steps: Sequence[Step], offset: int) -> d
     tokens = [tokenizer.decode([step.token_id]) for step in steps]
     offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
     top = [
-        {tokenizer.decode([token_id]): max(logprob, _LEAST) for token_id, logprob in step.top_logprobs} for step in steps
+        {tokenizer.decode([token_id]): max(logprob, _LEAST) for token_id, logprob in step.top_logprobs}
+        for step in steps
     ]
     return {
         "tokens": tokens,

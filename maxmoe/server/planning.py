@@ -29,6 +29,7 @@ class Ask:
       request: For `chat.prepare`.
       fields: What was given, for its settings of sampling.
       num_bytes: About how large the request is.
+      paths: Where each message stands in what the client sent; None for messages[i].
       past_ids: What the conversation begins with, exactly; `request` then has these messages, too.
       num_past: So many of its messages.
       strict_history: None for what the server does by default.
@@ -41,6 +42,7 @@ class Ask:
     fields: SamplingFields
     max_tokens: int | None
     num_bytes: int = 0
+    paths: Sequence[str] | None = None
     past_ids: Sequence[int] | None = None
     num_past: int = 0
     strict_history: bool | None = None
@@ -77,12 +79,15 @@ def encode(service: Service, ask: Ask) -> chat.Prompt:
     except chat.RequestError as error:
         match = _PARAMS.match(str(error))
         param = f"messages[{error.index}]" if error.index is not None else match and match[0]
-        raise bad_request(str(error), param, "invalid_field") from error
+        raise bad_request(_renamed(ask, str(error)), param and _renamed(ask, param), "invalid_field") from error
     except chat.ContextOverflowError as error:
         largest = re.search(r"Largest: [^.]*", str(error))
-        raise too_long(error.num_tokens, None, service.max_len, f". {largest[0]}" if largest else "") from error
+        advice = _renamed(ask, f". {largest[0]}" if largest else "")
+        raise too_long(error.num_tokens, None, service.max_len, advice) from error
     except ValueError as error:  # a vocabulary without markers
-        raise bad_request(f"this model does not chat: {error}; /v1/completions continues text", code="no_chat") from error
+        raise bad_request(
+            f"this model does not chat: {error}; /v1/completions continues text", code="no_chat"
+        ) from error
 
 
 def effort_of(request: Mapping[str, Any]) -> str:
@@ -156,7 +161,9 @@ def _after_past(service: Service, ask: Ask, whole: chat.Prompt) -> chat.Prompt:
     past = ask.request["messages"][: ask.num_past]
     before = chat.prepare(kept | {"messages": past, "add_generation_prompt": False}, service.tokenizer).ids
     if whole.ids[: len(before)] != before:
-        raise bad_request("the new messages change how earlier ones are told; begin with a message of your own", "messages")
+        raise bad_request(
+            "the new messages change how earlier ones are told; begin with a message of your own", "messages"
+        )
     new = whole.ids[len(before) :]
     ids = [*ask.past_ids, *new]
     return dataclasses.replace(whole, ids=ids, is_assistant=[False] * len(ids), block_ends=[len(ids)])
@@ -169,15 +176,25 @@ def _history_lost(service: Service, ask: Ask, error: chat.HistoryError) -> ApiEr
         text = json.dumps(ask.request["messages"][index], ensure_ascii=False)
         counts[index] = len(service.tokenizer.encode(text))
     shown = ", ".join(f"messages[{index}] {count:,}" for index, count in counts.items())
-    losses = [{"message": loss.index, "text": loss.text, "tokens": counts[loss.index]} for loss in error.losses]
+    losses = [
+        {"message": _renamed(ask, f"messages[{loss.index}]"), "text": loss.text, "tokens": counts[loss.index]}
+        for loss in error.losses
+    ]
     return ApiError(
         400,
-        f'{error}. Nothing was dropped. Tokens of these messages, as JSON: {shown}. history: "lenient" answers with '
-        "warnings instead",
-        param=f"messages[{error.index}]",
+        f"{_renamed(ask, str(error))}. Nothing was dropped. Tokens of these messages, as JSON: {_renamed(ask, shown)}. "
+        'history: "lenient" answers with warnings instead',
+        param=_renamed(ask, f"messages[{error.index}]"),
         code="history_lost",
         details={"losses": losses},
     )
+
+
+def _renamed(ask: Ask, text: str) -> str:
+    """A text about messages, in terms of what the client sent."""
+    if ask.paths is None:
+        return text
+    return re.sub(r"messages\[(\d+)\]", lambda match: ask.paths[int(match[1])], text)
 
 
 def _check_images(request: Mapping[str, Any]) -> None:
@@ -197,5 +214,7 @@ def _check_tool_names(request: Mapping[str, Any]) -> None:
     for i, tool in enumerate(request.get("tools") or ()):
         name = tool["function"]["name"]
         if name in names:
-            raise bad_request(f"tools[{i}]: there is another tool {name!r:.80}", f"tools[{i}].function.name", "invalid_field")
+            raise bad_request(
+                f"tools[{i}]: there is another tool {name!r:.80}", f"tools[{i}].function.name", "invalid_field"
+            )
         names.add(name)

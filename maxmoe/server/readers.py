@@ -164,7 +164,9 @@ class ChatReader:
             self._show(text, pieces)
             return
         self._flush(pieces)
-        begins_too_many = self._max_calls is not None and channel == "tool_calls" and value[0]["index"] >= self._max_calls
+        begins_too_many = (
+            self._max_calls is not None and channel == "tool_calls" and value[0]["index"] >= self._max_calls
+        )
         if begins_too_many:
             self.done = True
         else:

@@ -11,9 +11,9 @@ from maxmoe.server.sessions import SessionStore
 
 
 class Metrics(Protocol):
-    """What is counted; times in seconds, None where there is none."""
+    """What the server tells of itself; see `metrics.Metrics`."""
 
-    def request_started(self, endpoint: str, model: str) -> None:
+    def request_started(self, endpoint: str) -> None:
         """A request goes to the engine."""
 
     def request_ended(
@@ -28,13 +28,16 @@ class Metrics(Protocol):
         answer_tokens: int,
         e2e_s: float,
     ) -> None:
-        """It has ended: "ok", "cancelled" or "error"."""
+        """It is over: by its finish reason, "abort" or "error"."""
 
     def token_time(self, seconds: float) -> None:
         """Between two tokens of one answer."""
 
+    def admission_rejection(self, reason: str) -> None:
+        """A request was turned away."""
+
     def error(self, kind: str) -> None:
-        """A request was answered by an error."""
+        """A request was answered by an error of that type."""
 
     def tool_call_parse_failure(self) -> None:
         """A tool call could not be read whole."""
@@ -43,9 +46,15 @@ class Metrics(Protocol):
         """A thinking budget ended thinking."""
 
     def engine_state(
-        self, running: int, waiting: int, cache_usage: float, prefix_queries: int, prefix_hits: int
+        self,
+        running: int,
+        waiting: int,
+        cache_usage: float,
+        prefix_queries: int,
+        prefix_hits: int,
+        preemptions: int = 0,
     ) -> None:
-        """How the engine stands; prefix counts are totals, in tokens."""
+        """How the engine stands; the last three are totals."""
 
     def render(self) -> tuple[bytes, str]:
         """All of it for a scraper: the body, and its content type."""

@@ -1,8 +1,8 @@
 """Conversations kept by name, as the exact ids that the model has read and written.
 
 An answer that is encoded again may become other ids than those that were sampled. A session keeps the ids themselves:
-who resumes one sends only what is new, and that is appended. Its state is computed again, or found in the engine's prefix
-cache. Answers can be saved for a while after they were given; each caller sees its own alone.
+who resumes one sends only what is new, and that is appended. Its state is computed again, or found in the engine's
+prefix cache. Answers can be saved for a while after they were given; each caller sees its own alone.
 """
 
 import collections
@@ -99,7 +99,7 @@ class SessionStore:
     def _file(self, caller: str, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise bad_request(
-                f"name {name!r:.80}: use up to 64 letters, digits, dots, dashes and underscores, a letter or digit first",
+                f"name {name!r:.80}: up to 64 letters, digits, dots, dashes, underscores; the first a letter or digit",
                 "name",
                 "invalid_field",
             )
