@@ -212,6 +212,21 @@ class Answer:
         return _DIM if channel == "reasoning_content" else _NORMAL + "\n"
 
 
+def has_markers(tokenizer: Tokenizer) -> bool:
+    """Whether a vocabulary can mark thinking."""
+    return {"<|open|>", "<|close|>", "<|sep|>"} <= tokenizer.special_ids.keys()
+
+
+def thinking_markers(tokenizer: Tokenizer) -> Any:
+    """What opens and closes thinking. Raises: ValueError for a vocabulary without markers."""
+    from maxmoe.inference.budget import ThinkingMarkers
+
+    if not has_markers(tokenizer):
+        raise ValueError("--thinking_token_budget: this checkpoint's vocabulary has no markers of thinking")
+    markers = (tokenizer.encode(f"<|{word}|>think<|sep|>", allow_special=True) for word in ("open", "close"))
+    return ThinkingMarkers(*map(tuple, markers))
+
+
 def go_on(engine: Any, run: Any, prompt_ids: Sequence[int], params: Any) -> Any:
     """Answers a prompt that follows an earlier run, from the state of that run where the prompt begins with its tokens.
 

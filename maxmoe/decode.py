@@ -33,36 +33,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from maxmoe import conversation, distributed, terminal
+from maxmoe import conversation, distributed, model_flags, terminal
 from maxmoe.command_line import flags_parser
 from maxmoe.inference import sampling_flags
 
 _NAME = "maxmoe.decode"
-_IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu", "tokamax")
-_NO_CHECKPOINT = (
-    "no --checkpoint, so the small one packaged with maxmoe is used; its weights are random for now, and its text is "
-    "noise"
-)
-
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint",
-    None,
-    "Folder with config.json and safetensors files, as published, or one that maxmoe.checkpoint.convert made: a path, "
-    "gs:// or s3://. Default: the small checkpoint packaged with maxmoe.",
-)
-_VERIFY = flags.DEFINE_enum(
-    "verify_checksums",
-    "full",
-    ["full", "sampled", "off"],
-    "Compare every chunk of a converted checkpoint and of a session with its checksum, one in sixteen, or none for a "
-    "fast start. Published folders have no checksums.",
-)
 _STREAM = flags.DEFINE_boolean(
     "stream_weights",
     False,
@@ -91,24 +71,8 @@ _MAX_LEN = flags.DEFINE_integer(
     "as this prompt and --max_tokens need, up to the context that the model was trained on.",
     lower_bound=1,
 )
-_DTYPE = flags.DEFINE_enum(
-    "dtype",
-    None,
-    ["float32", "bfloat16", "auto"],
-    "What weights that are published in bfloat16 become, and with them activations; auto leaves them as published. "
-    "Default: float32 on a CPU, bfloat16 elsewhere. 4-bit experts stay as they are.",
-)
 _JSON = flags.DEFINE_boolean("json", False, "Print one JSON object at the end, and nothing else on standard output.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, _IMPLEMENTATIONS, "What computes operations that have kernels. Default: the best."
-)
-_MESH = flags.DEFINE_string(
-    "mesh",
-    None,
-    "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for eight. "
-    "Several processes need one that has all their devices. Default: the first device alone.",
-)
-for _module in (conversation, sampling_flags, distributed):
+for _module in (model_flags, conversation, sampling_flags, distributed):
     _module.define_flags()
     flags.adopt_module_key_flags(_module)
 
@@ -185,12 +149,8 @@ def _decode(argv: list[str]) -> int:
         is_alone=job.num_processes == 1 and not _JSON.value and _SAVE_SESSION.value is None,
     )
     prompt = _read_prompt()
-    if _CHECKPOINT.value is not None:
-        answer = _answer(_CHECKPOINT.value, prompt, job)
-    else:
-        _tell(job, _NO_CHECKPOINT)
-        with resources.as_file(resources.files("maxmoe") / "data" / "tiny") as folder:
-            answer = _answer(folder, prompt, job)
+    with model_flags.checkpoint_folder(functools.partial(_tell, job)) as folder:
+        answer = _answer(folder, prompt, job)
     if conversation.is_interactive():
         return 0
     if job.process_id == 0:
@@ -217,22 +177,19 @@ def _read_prompt() -> str:
 
 def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     """Loads the checkpoint and answers, streaming the text unless --json is given."""
-    import jax  # imported here, so that --help and mistakes in the flags answer at once
-
+    # Imported here, so that --help and mistakes in the flags answer at once.
     from maxmoe.chat.tokenizer import StreamDecoder, load_tokenizer
     from maxmoe.checkpoint import object_storage
     from maxmoe.config import load_config
     from maxmoe.inference.compilation_cache import enable_compilation_cache
     from maxmoe.inference.request import check_request
     from maxmoe.inference.sampling import fresh_seed
-    from maxmoe.model.transformer import Transformer
-    from maxmoe.ops import dispatch
 
     params = sampling_flags.params_from_flags()
     files = object_storage.local_files(folder)
     config = load_config(files)
     tokenizer = load_tokenizer(files, config.vocab_size)
-    thinking = _thinking_markers(tokenizer, params)
+    thinking = None if params.thinking_token_budget is None else conversation.thinking_markers(tokenizer)
     max_len = min(_MAX_LEN.value or config.max_len, config.max_len)
     shows = not _JSON.value and job.process_id == 0
     talk, reader, ids = None, None, tokenizer.encode(prompt)
@@ -243,8 +200,7 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         ids = reader.prompt_ids
     distributed.agree("config", repr(config))
     distributed.agree("prompt", hashlib.sha256(repr(ids).encode()).digest())
-    dispatch.check_platform(_IMPLEMENTATION.value)
-    model = Transformer(config, implementation=_IMPLEMENTATION.value)
+    model = model_flags.model_from_flags(config)
     mesh = _mesh(job)
     session = None
     with contextlib.ExitStack() as opened:
@@ -260,11 +216,9 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         check_request(past + ids, params, config, max_len)
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each platform that is not here
         enable_compilation_cache()
-        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        dtype = _DTYPE.value or default
         settings = {"max_len": max_len, "thinking": thinking}
         settings["detokenizer"] = functools.partial(StreamDecoder, tokenizer) if talk is None else talk.reader
-        engine = _make_engine(folder, model, mesh, None if dtype == "auto" else dtype, settings, opened)
+        engine = _make_engine(folder, model, mesh, settings, opened)
         answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
         write = (_terminal_writer() if talk is None else terminal.write) if shows else lambda text: None
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
@@ -298,55 +252,33 @@ def _go_on_talking(talk: conversation.Conversation, engine: Any, run: Any, answe
 
 def _mesh(job: distributed.Job) -> Any:
     """The mesh that the flags ask for; None for one device."""
-    import jax
-
-    from maxmoe.sharding import make_mesh, parse_mesh
-
-    if _MESH.value is None and job.num_processes == 1:
-        return None
-    if _STREAM.value:
+    if _STREAM.value and (flags.FLAGS["mesh"].value is not None or job.num_processes > 1):
         raise NotImplementedError(
             "--stream_weights reads weights for one device: leave out --mesh, or --stream_weights"
         )
-    count = jax.device_count()
-    if _MESH.value is None:
-        raise ValueError(
-            f"{job.num_processes} processes need a --mesh of all their {count} devices, such as expert={count}"
-        )
-    return make_mesh(parse_mesh(_MESH.value, count if job.num_processes > 1 else None))
-
-
-def _thinking_markers(tokenizer: Any, params: Any) -> Any:
-    """What opens and closes thinking; None where no budget needs it."""
-    from maxmoe.inference.budget import ThinkingMarkers
-
-    if params.thinking_token_budget is None:
-        return None
-    if not {"<|open|>", "<|close|>", "<|sep|>"} <= tokenizer.special_ids.keys():
-        raise ValueError("--thinking_token_budget: this checkpoint's vocabulary has no markers of thinking")
-    markers = (tokenizer.encode(f"<|{word}|>think<|sep|>", allow_special=True) for word in ("open", "close"))
-    return ThinkingMarkers(*map(tuple, markers))
+    return model_flags.mesh_from_flags(job.num_processes)
 
 
 def _make_engine(
     folder: str | Path,
     model: Any,
     mesh: Any,
-    dtype: str | None,
     settings: dict[str, Any],
     opened: contextlib.ExitStack,
 ) -> Any:
     """An engine with all weights in memory, or one that streams them; what it needs open goes onto `opened`."""
-    from maxmoe.checkpoint.store import load_params, open_source
+    from maxmoe.checkpoint.store import open_source
     from maxmoe.inference.engine import Engine
     from maxmoe.inference.streaming import StreamingEngine
 
     if not _STREAM.value:
-        weights = load_params(folder, model, mesh, dtype=dtype, verify=_VERIFY.value)
+        weights = model_flags.params_from_flags(folder, model, mesh)
         return Engine(model, weights, mesh, max_batch=1, **settings)
-    source = opened.enter_context(open_source(folder, model, _VERIFY.value))
+    source = opened.enter_context(open_source(folder, model, flags.FLAGS["verify_checksums"].value))
     cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
-    engine = StreamingEngine(model, source, expert_cache_bytes=cache_bytes, dtype=dtype, **settings)
+    engine = StreamingEngine(
+        model, source, expert_cache_bytes=cache_bytes, dtype=model_flags.dtype_from_flags(), **settings
+    )
     opened.callback(engine.close)
     return engine
 
@@ -368,7 +300,8 @@ def _fingerprint(folder: str | Path, model: Any) -> str | None:
 def _load_session(model: Any, mesh: Any, fingerprint: str | None) -> Any:
     from maxmoe.checkpoint.session import load_session
 
-    return load_session(_RESUME_SESSION.value, model, mesh=mesh, verify=_VERIFY.value, weights_fingerprint=fingerprint)
+    verify = flags.FLAGS["verify_checksums"].value
+    return load_session(_RESUME_SESSION.value, model, mesh=mesh, verify=verify, weights_fingerprint=fingerprint)
 
 
 def _save_session(run: Any, model: Any, fingerprint: str | None) -> str:

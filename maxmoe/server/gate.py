@@ -55,6 +55,7 @@ class Gate:
             log.add(key=caller or None)
             if self._rates is not None and path.startswith(_GUARDED):
                 self._rates.check(caller)
+            scope["app"] = self._app  # unknown paths and methods then raise, and get the form of other errors
             scope["state"] = {**scope.get("state", {}), "caller": caller, "log": log}
             await self._app(scope, receive, send_traced)
         except ApiError as error:

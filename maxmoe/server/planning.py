@@ -79,6 +79,8 @@ def encode(service: Service, ask: Ask) -> chat.Prompt:
     except chat.RequestError as error:
         match = _PARAMS.match(str(error))
         param = f"messages[{error.index}]" if error.index is not None else match and match[0]
+        if param == "thinking" and "thinking" not in ask.request:
+            param = next(key for key in ("thinking_effort", "reasoning_effort") if key in ask.request)
         raise bad_request(_renamed(ask, str(error)), param and _renamed(ask, param), "invalid_field") from error
     except chat.ContextOverflowError as error:
         largest = re.search(r"Largest: [^.]*", str(error))

@@ -51,11 +51,10 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout_s: float):
         """Sends `first`, then `events`, which is closed at the end, however it comes."""
-        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers)
         del self.headers["content-length"]
         self._first, self._events, self._write_timeout_s = first, events, write_timeout_s
 
