@@ -29,10 +29,14 @@ DISTRIBUTIONS = {
     "numpy": "numpy",
     "optax": "optax",
     "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
     "pytest": "pytest",
     "s3fs": "s3fs",
+    "selenium": "selenium",
+    "starlette": "starlette",
     "tensorstore": "tensorstore",
     "tiktoken": "tiktoken",
+    "uvicorn": "uvicorn",
     "xxhash": "xxhash",
 }
 EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
