@@ -1,0 +1,446 @@
+"""The chat page in a real browser, against a server that plays answers given in advance.
+
+A screenshot of every kind of message goes to $MAXMOE_TEST_ARTEFACTS (default: .cache/test_artefacts).
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.server import stub_server
+from tests.server.stub_server import BREAK, STALL
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 20  # for a browser on a busy machine; what is waited for takes milliseconds
+_FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1100,900"
+)
+_BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_DRIVER = shutil.which("chromedriver")
+
+needs_browser = pytest.mark.skipif(
+    not (_BROWSER and _DRIVER), reason="needs chromium and chromedriver on PATH: Debian's chromium and chromium-driver"
+)
+
+
+@pytest.fixture(scope="module")
+def running_stub():
+    with stub_server.running() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = _BROWSER
+    for flag in (*_FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    with webdriver.Chrome(options, webdriver.ChromeService(_DRIVER)) as driver:
+        yield driver
+
+
+class Page:
+    """The page as its user sees it."""
+
+    def __init__(self, driver, stub):
+        self.driver, self.stub = driver, stub
+
+    def open(self) -> None:
+        self.driver.get(self.stub.url)
+        self.until(lambda: self.text("#model"))
+
+    def until(self, holds):
+        return WebDriverWait(self.driver, WAIT_S, 0.02).until(lambda _: holds())
+
+    def all(self, selector: str) -> list:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str):
+        (found,) = self.all(selector)
+        return found
+
+    def text(self, selector: str) -> str:
+        """The text of all elements that match, also where they are folded."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent).join('|')"
+        return self.driver.execute_script(script, selector)
+
+    def send(self, text: str) -> None:
+        """Writes a message and sends it by keyboard."""
+        self.one("#prompt").send_keys(text, Keys.ENTER)
+
+    def await_answer(self, number: int = 1) -> None:
+        """Until the given number of answers have ended."""
+        self.until(lambda: len(self.all(".assistant .facts")) == number)
+
+    def set(self, field: str, value: str) -> None:
+        """Fills a field of the settings, as by pasting."""
+        script = "const f = document.getElementById(arguments[0]); f.value = arguments[1]; "
+        self.driver.execute_script(script + "f.dispatchEvent(new Event('change'))", field, value)
+
+    def run(self, script: str, *arguments):
+        """The result of an async function of JavaScript; $ imports a file of the page."""
+        whole = (
+            "const [done, ...args] = [arguments[arguments.length - 1], ...arguments];"
+            "const $ = (file) => import(`/page/${file}`);"
+            f"(async () => {{ {script} }})().then((value) => done([value]), (error) => done(String(error)))"
+        )
+        (value,) = self.driver.execute_async_script(whole, *arguments)
+        return value
+
+
+@pytest.fixture
+def chat(browser, running_stub):
+    """The page, newly opened; afterwards, the browser must have nothing to complain about."""
+    running_stub.reset()
+    opened = Page(browser, running_stub)
+    browser.get_log("browser")
+    opened.open()
+    yield opened
+    complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert [text for text in complaints if "status of 4" not in text and "status of 5" not in text] == []
+
+
+def _history(messages: list[dict]) -> str:
+    return json.dumps(messages, sort_keys=True)
+
+
+_CALL = {"index": 0, "id": "calculator_0", "type": "function", "function": {"name": "calculator", "arguments": ""}}
+
+
+def _arguments(piece: str) -> dict:
+    return {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
+
+
+@needs_browser
+def test_answer_appears_while_it_comes_and_thinking_is_folded(chat):
+    chat.stub.will_say({"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Hello"}, STALL)
+    chat.send("hi")
+    chat.until(lambda: chat.text(".assistant .text") == "Hello")
+    assert chat.text(".user .text") == "hi"
+    assert chat.one(".assistant").get_attribute("aria-busy") == "true"
+    thinking = chat.one(".assistant details")
+    assert thinking.get_attribute("open") is None
+    assert not chat.one(".thinking-text").is_displayed() and chat.text(".thinking-text") == "Let me see."
+    assert "Thought for" in thinking.text
+    chat.one(".assistant summary").click()
+    assert chat.one(".thinking-text").is_displayed()
+
+
+@needs_browser
+def test_end_of_an_answer_shows_its_numbers(chat):
+    chat.stub.will_say({"reasoning_content": "w"}, {"content": "Yes."})
+    chat.send("q")
+    chat.await_answer()
+    assert "30 tokens" in chat.text(".assistant summary")
+    facts = chat.text(".facts")
+    assert facts.startswith("42 tokens · ") and "prompt 210 tokens, 128 cached" in facts and "tokens/s" in facts
+    assert chat.one(".assistant").get_attribute("aria-busy") == "false"
+
+
+@needs_browser
+def test_request_carries_effort_system_prompt_and_model(chat):
+    chat.set("system", "Answer in French.")
+    assert chat.one('input[name="effort"]:checked').get_attribute("value") == "max"
+    chat.one('input[value="low"] + span').click()
+    chat.stub.will_say({"content": "Oui."})
+    chat.send("q")
+    chat.await_answer()
+    (body,) = chat.stub.bodies
+    assert body == {
+        "model": "stub",
+        "messages": [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "q"}],
+        "reasoning_effort": "low",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@needs_browser
+def test_history_goes_back_byte_for_byte(chat):
+    reasoning, content = ' \n\t"why" <|close|>think\u2028 \U0001f680', "\n  a\r\n\n```py\n\tx  \n```\n **b** \\ \x1b é"
+    pieces = [{"reasoning_content": char} for char in reasoning] + [{"content": char} for char in content]
+    chat.stub.will_say(*pieces)
+    chat.stub.will_say({"content": "two"})
+    chat.send("one")
+    chat.await_answer()
+    chat.send("more")
+    chat.await_answer(2)
+    assert _history(chat.stub.bodies[1]["messages"]) == _history(
+        [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "reasoning_content": reasoning, "content": content},
+            {"role": "user", "content": "more"},
+        ]
+    )
+
+
+@needs_browser
+def test_tool_call_is_shown_and_its_result_sent(chat):
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    chat.set("tools", json.dumps(tools))
+    pieces = ('{"expression": "', "6*", '7"}')
+    chat.stub.will_say(
+        {"reasoning_content": "r"}, {"tool_calls": [_CALL]}, *map(_arguments, pieces), finish="tool_calls"
+    )
+    chat.stub.will_say({"content": "It is 42."})
+    chat.send("6*7?")
+    chat.await_answer()
+    assert chat.text(".call-name") == "calculator"
+    assert chat.text(".call-arguments") == '{"expression": "6*7"}'
+    assert not chat.one("#send").is_enabled()
+    chat.one(".call textarea").send_keys("42")
+    chat.one(".results button").click()
+    chat.await_answer(2)
+    assert "42" in chat.text(".call-result")
+    first, second = chat.stub.bodies
+    assert first["tools"] == second["tools"] == tools
+    function = {"name": "calculator", "arguments": '{"expression": "6*7"}'}
+    calls = [{"id": "calculator_0", "type": "function", "function": function}]
+    assert second["messages"][1:] == [
+        {"role": "assistant", "reasoning_content": "r", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "calculator_0", "content": "42"},
+    ]
+
+
+@needs_browser
+def test_tools_that_are_no_json_are_not_sent(chat):
+    chat.set("tools", '[{"type": ')
+    chat.send("q")
+    assert "not JSON" in chat.text("#tools-problem")
+    assert chat.stub.bodies == [] and chat.one("#prompt").get_attribute("value") == "q"
+
+
+@needs_browser
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_stop_ends_the_request_and_keeps_what_came(chat, by):
+    chat.stub.will_say(
+        {"reasoning_content": "hm"}, {"content": "One, two"}, {"tool_calls": [_CALL]}, _arguments('{"a'), STALL
+    )
+    chat.stub.will_say({"content": "ok"})
+    chat.send("count")
+    chat.until(lambda: chat.text(".call-arguments") == '{"a')
+    if by == "button":
+        chat.one("#stop").click()
+    else:
+        chat.one("#prompt").send_keys(Keys.ESCAPE)
+    chat.await_answer()
+    assert chat.stub.client_left.wait(WAIT_S)
+    assert "stopped" in chat.text(".facts") and "not kept" in chat.text(".note")
+    assert not chat.one("#stop").is_displayed()
+    chat.send("go on")
+    chat.await_answer(2)
+    assert chat.stub.bodies[1]["messages"][1] == {
+        "role": "assistant",
+        "reasoning_content": "hm",
+        "content": "One, two",
+    }
+
+
+@needs_browser
+def test_error_shows_the_words_of_the_server_and_can_be_tried_again(chat):
+    chat.stub.will_refuse(400, "the prompt has 9,000 tokens, max_len is 8,192")
+    chat.stub.will_say({"content": "half"}, {"error": {"message": "the device was lost"}})
+    chat.stub.will_say({"content": "half"}, BREAK)
+    chat.stub.will_say({"content": "whole"})
+    chat.send("q")
+    for text in ("the prompt has 9,000 tokens, max_len is 8,192", "the device was lost", "ended before the answer"):
+        chat.until(lambda text=text: text in chat.text(".error span"))
+        chat.one(".error button").click()
+    chat.until(lambda: chat.text(".assistant .text") == "whole")
+    assert chat.all(".error") == []
+    assert [body["messages"] for body in chat.stub.bodies] == [[{"role": "user", "content": "q"}]] * 4
+
+
+@needs_browser
+def test_markup_in_a_text_is_text(chat):
+    evil = "<script>window.wasRun = 1</script><img src=x onerror='window.wasRun = 1'>"
+    call = {"tool_calls": [{**_CALL, "function": {"name": evil, "arguments": evil}}]}
+    chat.stub.will_say({"reasoning_content": evil}, {"content": f"{evil}\n```html\n{evil}\n```\n"}, call)
+    chat.send(evil)
+    chat.await_answer()
+    assert chat.text(".assistant .line").startswith(evil) and chat.text(".code pre") == f"{evil}\n"
+    assert chat.text(".user .text") == chat.text(".thinking-text") == chat.text(".call-name") == evil
+    assert chat.all("#log script, #log img") == []
+    assert chat.driver.execute_script("return window.wasRun") is None
+
+
+@needs_browser
+def test_policy_of_the_browser_refuses_markup_and_other_servers(chat):
+    refused = "try { document.body.innerHTML = '<b>x</b>'; return 'made'; } catch (error) { return error.name; }"
+    assert chat.run(refused) == "TypeError"
+    elsewhere = "try { await fetch('http://localhost:9/'); return 'sent'; } catch (error) { return error.name; }"
+    seen = "let seen; addEventListener('securitypolicyviolation', (event) => (seen = event.effectiveDirective));"
+    assert chat.run(f"{seen} await (async () => {{ {elsewhere} }})(); return seen") == "connect-src"
+    chat.driver.get_log("browser")  # it has complained, as it should
+
+
+@needs_browser
+def test_key_is_asked_for_and_kept_in_the_session_alone(chat):
+    chat.stub.key = "secret"
+    chat.driver.refresh()
+    chat.until(lambda: "asks for an API key" in chat.text("#notice"))
+    chat.one("#api-key").send_keys("secret", Keys.TAB)
+    chat.until(lambda: chat.text("#model") == "stub" and chat.text("#notice") == "")
+    chat.stub.will_say({"content": "in"})
+    chat.send("q")
+    chat.await_answer()
+    assert chat.stub.keys[-1] == "Bearer secret"
+    stored = chat.driver.execute_script("return [Object.values(sessionStorage), localStorage.length, document.cookie]")
+    assert stored == [["secret"], 0, ""]
+    chat.driver.execute_script("sessionStorage.clear()")
+
+
+@needs_browser
+def test_images_are_for_models_that_see(chat, tmp_path):
+    assert not chat.one("#attach").is_displayed()
+    chat.stub.vision = True
+    chat.driver.refresh()
+    chat.until(lambda: chat.one("#attach").is_displayed())
+    (tmp_path / "dot.svg").write_text("no image")
+    chat.one("#files").send_keys(str(tmp_path / "dot.svg"))
+    chat.until(lambda: "dot.svg is not an image" in chat.text("#notice"))
+    png = bytes.fromhex(
+        "89504e470d0a1a0a0000000d494844520000000100000001080200000090775"
+        "3de0000000c49444154789c63f8cfc000000301010018dd8db00000000049454e44ae426082"
+    )
+    (tmp_path / "dot.png").write_bytes(png)
+    chat.one("#files").send_keys(str(tmp_path / "dot.png"))
+    chat.until(lambda: len(chat.all("#images canvas")) == 1)
+    chat.stub.will_say({"content": "a dot"})
+    chat.send("what is it?")
+    chat.await_answer()
+    image, text = chat.stub.bodies[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "what is it?"}
+    assert image["type"] == "image_url" and image["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
+    assert len(chat.all(".user canvas")) == 1 and chat.all("#images canvas") == []
+
+
+@needs_browser
+def test_new_chat_forgets_the_conversation_and_ends_an_answer(chat):
+    chat.stub.will_say({"content": "old"}, STALL)
+    chat.send("old")
+    chat.until(lambda: chat.text(".assistant .text") == "old")
+    chat.one("#new-chat").click()
+    assert chat.stub.client_left.wait(WAIT_S)
+    chat.stub.will_say({"content": "new"})
+    chat.send("new")
+    chat.await_answer()
+    assert chat.stub.bodies[1]["messages"] == [{"role": "user", "content": "new"}]
+
+
+@needs_browser
+def test_strip_shows_the_load_of_the_server(chat):
+    chat.stub.metrics.engine_state(3, 1, 0.42, 1000, 640)
+    for _ in range(40):
+        chat.stub.metrics.token_time(0.02)
+    chat.until(lambda: chat.text('[data-metric="running"]') == "3")
+    strip = {place.get_attribute("data-metric"): place.text for place in chat.all("[data-metric]")}
+    assert float(strip.pop("speed")) > 0
+    assert strip == {"running": "3", "waiting": "1", "cache": "42 %", "hits": "64 %"}
+
+
+@needs_browser
+def test_events_are_read_wherever_the_chunks_end(chat):
+    raw = (
+        'data: {"a": "é\U0001f680"}\n\n: comment\n\ndata:one\r\ndata: two\r\n\r\ndata: [DONE]\n\ndata: cut off'.encode()
+    )
+    script = """
+      const { events } = await $("sse.js");
+      const [bytes, size] = [new Uint8Array(args[0]), args[1]];
+      const body = new ReadableStream({ start(controller) {
+        for (let at = 0; at < bytes.length; at += size) controller.enqueue(bytes.slice(at, at + size));
+        controller.close();
+      } });
+      const found = [];
+      for await (const data of events(body)) found.push(data);
+      return found;
+    """
+    for size in (1, 2, 3, 7, len(raw)):
+        assert chat.run(script, list(raw), size) == ['{"a": "é\U0001f680"}', "one\ntwo", "[DONE]"], size
+
+
+@needs_browser
+def test_markdown_is_the_same_however_its_text_comes(chat):
+    text = "# Title\nSome `code` and **bold**, 2 ** 3\n\n```py\ndef f():\n    return '``'\n```\n"
+    text += "after\n~~~\n```\n~~~\n``` not"
+    script = """
+      const { Markdown } = await $("markdown.js");
+      const place = document.createElement("div");
+      const shown = new Markdown(place);
+      for (let at = 0; at < args[0].length; at += args[1]) shown.append(args[0].slice(at, at + args[1]));
+      return [...place.children].map((e) => e.querySelector("pre") ? ["code", e.querySelector("code").textContent]
+        : [e.className, e.textContent, [...e.children].map((c) => c.tagName + ":" + c.textContent)]);
+    """
+    expected = [
+        ["line heading h1", "Title", []],
+        ["line", "Some code and bold, 2 ** 3", ["CODE:code", "STRONG:bold"]],
+        ["line", "", []],
+        ["code", "def f():\n    return '``'\n"],
+        ["line", "after", []],
+        ["code", "```\n"],
+        ["line", "``` not", []],
+    ]
+    for size in (1, 2, 5, len(text)):
+        assert chat.run(script, text, size) == expected, size
+
+
+@needs_browser
+def test_page_works_by_keyboard_and_says_what_its_parts_are(chat):
+    assert chat.driver.switch_to.active_element.get_attribute("id") == "prompt"
+    chat.one("#prompt").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b")
+    assert chat.one("#prompt").get_attribute("value") == "a\nb" and chat.stub.bodies == []
+    unnamed = """
+      return [...document.querySelectorAll("button, input:not([hidden]), select, textarea")].filter(
+        (e) => !e.ariaLabel && !e.labels?.length && !e.textContent.trim()).map((e) => e.outerHTML);
+    """
+    assert chat.driver.execute_script(unnamed) == []
+
+
+@needs_browser
+def test_no_request_leaves_the_server_and_a_picture_is_kept(chat):
+    chat.stub.metrics.engine_state(2, 0, 0.31, 1000, 640)
+    table = "Two ways, in `O(n)`:\n\n```python\ndef square(x: float) -> float:\n    return x * x\n```\n\n"
+    call = {"index": 0, "id": "c_0", "type": "function", "function": {"name": "calculator", "arguments": ""}}
+    thinking = "The user wants squares. " * 12
+    chat.stub.will_say({"reasoning_content": thinking}, {"content": f"{table}**12² is 144**, if I remember well."})
+    chat.stub.will_say(
+        {"reasoning_content": "Check."},
+        {"content": "Let me make sure."},
+        {"tool_calls": [call]},
+        _arguments('{"expression": "12 ** 2"}'),
+        finish="tool_calls",
+    )
+    chat.stub.will_refuse(503, "the queue is full: 64 requests wait. Try again in a few seconds")
+    chat.send("How do I square a number in Python?")
+    chat.await_answer()
+    chat.send("Are you sure about 12?")
+    chat.await_answer(2)
+    chat.one(".call textarea").send_keys("144")
+    chat.one(".results button").click()
+    chat.until(lambda: chat.all(".error"))
+    chat.until(lambda: chat.text('[data-metric="running"]') == "2")
+    folder = Path(os.environ.get("MAXMOE_TEST_ARTEFACTS", ROOT / ".cache/test_artefacts"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for scheme, width in (("light", 1100), ("dark", 420)):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        chat.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        size = {"width": width, "height": 1250, "deviceScaleFactor": 1, "mobile": False}
+        chat.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert chat.driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), "scrolls aside"
+        chat.driver.save_screenshot(str(folder / f"page_{scheme}.png"))
+    chat.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    messages = [json.loads(entry["message"])["message"] for entry in chat.driver.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert len(urls) > 10
+    allowed = {urlsplit(chat.stub.url).netloc, "localhost:9"}  # the latter: what a test tried, and the policy refused
+    assert {urlsplit(url).netloc for url in urls if not url.startswith("data:")} <= allowed
