@@ -3,7 +3,7 @@ import { Markdown } from "./markdown.js";
 
 const ENDINGS = {
   length: "cut off at the longest answer allowed",
-  tool_calls: "waits for tools",
+  tool_calls: "called tools",
   stopped: "stopped",
 };
 
@@ -31,19 +31,26 @@ export function errorNote(text, retry) {
 /** An answer while it comes, and after: thinking folded, text, tool calls, and a line of numbers. */
 export class AnswerView {
   #began = performance.now();
-  #thinking = null; // {details, summary, text, seconds}
+  #firstAt = null;
+  #thinking = null; // {details, summary, text, began, seconds}; seconds is null until it ends
   #markdown = null;
   #calls = [];
   #timer;
+  #dots; // until the first token
 
   constructor() {
-    this.waiting = element("div", { class: "waiting", "aria-label": "Waiting for the first token" }, element("i"), element("i"), element("i"));
-    this.element = element("article", { class: "message assistant", "aria-label": "Assistant", "aria-busy": "true" }, this.waiting);
+    const dots = [element("i"), element("i"), element("i")];
+    this.#dots = element("div", { class: "waiting", "aria-label": "Waiting for the first token" }, ...dots);
+    const attributes = { class: "message assistant", "aria-label": "Assistant", "aria-busy": "true" };
+    this.element = element("article", attributes, this.#dots);
     this.#timer = setInterval(() => this.#tick(), 100);
   }
 
   /** Shows what a delta adds. */
   add(delta) {
+    if (delta.reasoning_content || delta.content || delta.tool_calls) {
+      this.#firstAt ??= performance.now();
+    }
     if (delta.reasoning_content) {
       this.#addThinking(delta.reasoning_content);
     }
@@ -56,7 +63,7 @@ export class AnswerView {
   }
 
   #append(child) {
-    this.waiting.remove();
+    this.#dots.remove();
     this.element.append(child);
     return child;
   }
@@ -117,25 +124,39 @@ export class AnswerView {
   end(answer, reason) {
     clearInterval(this.#timer);
     this.#endThinking();
-    this.waiting.remove();
+    this.#dots.remove();
     this.element.setAttribute("aria-busy", "false");
-    const seconds = (performance.now() - this.#began) / 1000;
-    const usage = answer.usage;
-    const facts = [duration(seconds)];
+    const { usage } = answer;
+    const facts = this.#times(usage?.completion_tokens);
     if (usage) {
       const numReasoning = usage.completion_tokens_details?.reasoning_tokens;
       if (this.#thinking) {
         this.#nameThinking(numReasoning);
       }
-      facts.unshift(count(usage.completion_tokens, "token"));
-      facts.push(`${(usage.completion_tokens / seconds).toFixed(1)} tokens/s`);
       const cached = usage.prompt_tokens_details?.cached_tokens;
-      facts.push(`prompt ${count(usage.prompt_tokens, "token")}${cached ? `, ${cached.toLocaleString("en")} cached` : ""}`);
+      const known = cached ? `, ${cached.toLocaleString("en")} cached` : "";
+      facts.push(`prompt ${count(usage.prompt_tokens, "token")}${known}`);
     }
     if (ENDINGS[reason]) {
       facts.push(ENDINGS[reason]);
     }
     this.element.append(element("footer", { class: "facts" }, facts.join(" · ")));
+  }
+
+  /** How many tokens, how long until the first one, how fast after it. */
+  #times(numTokens) {
+    const now = performance.now();
+    const facts = [duration((now - this.#began) / 1000)];
+    if (this.#firstAt !== null) {
+      facts.push(`first after ${duration((this.#firstAt - this.#began) / 1000)}`);
+    }
+    if (!numTokens) {
+      return facts;
+    }
+    if (numTokens > 1 && now > this.#firstAt) {
+      facts.push(`${((numTokens - 1) / ((now - this.#firstAt) / 1000)).toFixed(1)} tokens/s`);
+    }
+    return [count(numTokens, "token"), ...facts];
   }
 
   /** Says something about the answer that is not the model's. */

@@ -226,7 +226,8 @@ function setImages(images) {
   byId("images").replaceChildren(
     ...images.map((image) => {
       const remove = () => setImages(state.images.filter((other) => other !== image));
-      const button = element("button", { type: "button", class: "quiet", "aria-label": `Remove ${image.name}`, onclick: remove }, "×");
+      const label = `Remove ${image.name}`;
+      const button = element("button", { type: "button", class: "quiet", "aria-label": label, onclick: remove }, "×");
       return element("div", { class: "image" }, image.preview("thumbnail"), button);
     }),
   );
