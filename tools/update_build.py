@@ -38,6 +38,7 @@ DISTRIBUTIONS = {
     "tiktoken": "tiktoken",
     "uvicorn": "uvicorn",
     "xxhash": "xxhash",
+    "yaml": "pyyaml",
 }
 EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
 

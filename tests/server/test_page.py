@@ -5,111 +5,31 @@ A screenshot of every kind of message goes to $MAXMOE_TEST_ARTEFACTS (default: .
 
 import json
 import os
-import shutil
 import struct
 import zlib
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.server import stub_server
+from tests.server import browser
+from tests.server.browser import WAIT_S, needs_browser
 from tests.server.stub_server import BREAK, STALL
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 20  # for a browser on a busy machine; what is waited for takes milliseconds
-_FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1100,900"
-)
-_BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-_DRIVER = shutil.which("chromedriver")
-
-needs_browser = pytest.mark.skipif(
-    not (_BROWSER and _DRIVER), reason="needs chromium and chromedriver on PATH: Debian's chromium and chromium-driver"
-)
 
 
 @pytest.fixture(scope="module")
-def running_stub():
-    with stub_server.running() as stub:
-        yield stub
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = _BROWSER
-    for flag in (*_FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
-    with webdriver.Chrome(options, webdriver.ChromeService(_DRIVER)) as driver:
-        yield driver
-
-
-class Page:
-    """The page as its user sees it."""
-
-    def __init__(self, driver, stub):
-        self.driver, self.stub = driver, stub
-
-    def open(self) -> None:
-        self.driver.get(self.stub.url)
-        self.until(lambda: self.text("#model"))
-
-    def until(self, holds):
-        return WebDriverWait(self.driver, WAIT_S, 0.02).until(lambda _: holds())
-
-    def all(self, selector: str) -> list:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def one(self, selector: str):
-        (found,) = self.all(selector)
-        return found
-
-    def text(self, selector: str) -> str:
-        """The text of all elements that match, also where they are folded."""
-        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent).join('|')"
-        return self.driver.execute_script(script, selector)
-
-    def send(self, text: str) -> None:
-        """Writes a message and sends it by keyboard."""
-        self.one("#prompt").send_keys(text, Keys.ENTER)
-
-    def await_answer(self, number: int = 1) -> None:
-        """Until the given number of answers have ended."""
-        self.until(lambda: len(self.all(".assistant .facts")) == number)
-
-    def set(self, field: str, value: str) -> None:
-        """Fills a field of the settings, as by pasting."""
-        script = "const f = document.getElementById(arguments[0]); f.value = arguments[1]; "
-        self.driver.execute_script(script + "f.dispatchEvent(new Event('change'))", field, value)
-
-    def run(self, script: str, *arguments):
-        """The result of an async function of JavaScript; $ imports a file of the page."""
-        whole = (
-            "const [done, ...args] = [arguments[arguments.length - 1], ...arguments];"
-            "const $ = (file) => import(`/page/${file}`);"
-            f"(async () => {{ {script} }})().then((value) => done([value]), (error) => done(String(error)))"
-        )
-        (value,) = self.driver.execute_async_script(whole, *arguments)
-        return value
+def page(tmp_path_factory):
+    with browser.page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
 
 
 @pytest.fixture
-def chat(browser, running_stub):
-    """The page, newly opened; afterwards, the browser must have nothing to complain about."""
-    running_stub.reset()
-    opened = Page(browser, running_stub)
-    browser.get_log("browser")
-    opened.open()
-    yield opened
-    complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert [text for text in complaints if "status of 4" not in text and "status of 5" not in text] == []
+def chat(page):
+    with page.opened_anew():
+        yield page
 
 
 def _history(messages: list[dict]) -> str:
@@ -264,32 +184,6 @@ def test_error_shows_the_words_of_the_server_and_can_be_tried_again(chat):
 
 
 @needs_browser
-def test_markup_in_a_text_is_text(chat):
-    evil = "<script>window.wasRun = 1</script><img src=x onerror='window.wasRun = 1'>"
-    call = {"tool_calls": [{**_CALL, "function": {"name": evil, "arguments": evil}}]}
-    chat.stub.will_say({"reasoning_content": evil}, {"content": f"{evil}\n```html\n{evil}\n```\n"}, call)
-    chat.send(evil)
-    chat.await_answer()
-    assert chat.text(".assistant .line").startswith(evil) and chat.text(".code pre") == f"{evil}\n"
-    assert chat.text(".user .text") == chat.text(".thinking-text") == chat.text(".call-name") == evil
-    assert chat.all("#log script, #log img") == []
-    assert chat.driver.execute_script("return window.wasRun") is None
-
-
-@needs_browser
-def test_policy_of_the_browser_refuses_markup_and_other_servers(chat):
-    refused = "try { document.body.innerHTML = '<b>x</b>'; return 'made'; } catch (error) { return error.name; }"
-    assert chat.run(refused) == "TypeError"
-    sent_elsewhere = """
-      const refused = new Promise((resolve) => addEventListener("securitypolicyviolation", resolve, { once: true }));
-      const name = await fetch("http://localhost:9/").catch((error) => error.name);
-      return [name, (await refused).effectiveDirective];
-    """
-    assert chat.run(sent_elsewhere) == ["TypeError", "connect-src"]
-    chat.driver.get_log("browser")  # it has complained, as it should
-
-
-@needs_browser
 def test_key_is_asked_for_and_kept_in_the_session_alone(chat):
     chat.stub.key = "secret"
     chat.driver.refresh()
@@ -363,63 +257,6 @@ def test_strip_shows_the_load_of_the_server(chat):
 
 
 @needs_browser
-def test_events_are_read_wherever_the_chunks_end(chat):
-    raw = (
-        'data: {"a": "é\U0001f680"}\n\n: comment\n\ndata:one\r\ndata: two\r\n\r\ndata: [DONE]\n\ndata: cut off'.encode()
-    )
-    script = """
-      const { events } = await $("sse.js");
-      const [bytes, size] = [new Uint8Array(args[0]), args[1]];
-      const body = new ReadableStream({ start(controller) {
-        for (let at = 0; at < bytes.length; at += size) controller.enqueue(bytes.slice(at, at + size));
-        controller.close();
-      } });
-      const found = [];
-      for await (const data of events(body)) found.push(data);
-      return found;
-    """
-    for size in (1, 2, 3, 7, len(raw)):
-        assert chat.run(script, list(raw), size) == ['{"a": "é\U0001f680"}', "one\ntwo", "[DONE]"], size
-
-
-@needs_browser
-def test_markdown_is_the_same_however_its_text_comes(chat):
-    text = "# Title\nSome `code` and **bold**, 2 ** 3\n\n```py\ndef f():\n    return '``'\n```\n"
-    text += "after\n~~~\n```\n~~~\n``` not"
-    script = """
-      const { Markdown } = await $("markdown.js");
-      const place = document.createElement("div");
-      const shown = new Markdown(place);
-      for (let at = 0; at < args[0].length; at += args[1]) shown.append(args[0].slice(at, at + args[1]));
-      return [...place.children].map((e) => e.querySelector("pre") ? ["code", e.querySelector("code").textContent]
-        : [e.className, e.textContent, [...e.children].map((c) => c.tagName + ":" + c.textContent)]);
-    """
-    expected = [
-        ["line heading h1", "Title", []],
-        ["line", "Some code and bold, 2 ** 3", ["CODE:code", "STRONG:bold"]],
-        ["line", "", []],
-        ["code", "def f():\n    return '``'\n"],
-        ["line", "after", []],
-        ["code", "```\n"],
-        ["line", "``` not", []],
-    ]
-    for size in (1, 2, 5, len(text)):
-        assert chat.run(script, text, size) == expected, size
-
-
-@needs_browser
-def test_page_works_by_keyboard_and_says_what_its_parts_are(chat):
-    assert chat.driver.switch_to.active_element.get_attribute("id") == "prompt"
-    chat.one("#prompt").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b")
-    assert chat.one("#prompt").get_attribute("value") == "a\nb" and chat.stub.bodies == []
-    unnamed = """
-      return [...document.querySelectorAll("button, input:not([hidden]), select, textarea")].filter(
-        (e) => !e.ariaLabel && !e.labels?.length && !e.textContent.trim()).map((e) => e.outerHTML);
-    """
-    assert chat.driver.execute_script(unnamed) == []
-
-
-@needs_browser
 def test_no_request_leaves_the_server_and_a_picture_is_kept(chat):
     chat.stub.metrics.engine_state(2, 0, 0.31, 1000, 640)
     table = "Two ways, in `O(n)`:\n\n```python\ndef square(x: float) -> float:\n    return x * x\n```\n\n"
@@ -456,5 +293,4 @@ def test_no_request_leaves_the_server_and_a_picture_is_kept(chat):
     sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     urls = [one["request"]["url"] for one in sent if one["documentURL"].startswith(chat.stub.url)]
     assert len(urls) > 10
-    allowed = {urlsplit(chat.stub.url).netloc, "localhost:9"}  # the latter: what a test tried, and the policy refused
-    assert {urlsplit(url).netloc for url in urls} <= allowed
+    assert {urlsplit(url).netloc for url in urls} == {urlsplit(chat.stub.url).netloc}
