@@ -29,11 +29,16 @@ DISTRIBUTIONS = {
     "numpy": "numpy",
     "optax": "optax",
     "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
     "pytest": "pytest",
     "s3fs": "s3fs",
+    "selenium": "selenium",
+    "starlette": "starlette",
     "tensorstore": "tensorstore",
     "tiktoken": "tiktoken",
+    "uvicorn": "uvicorn",
     "xxhash": "xxhash",
+    "yaml": "pyyaml",
 }
 EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
 
@@ -172,6 +177,9 @@ def targets(root: Path) -> str:
         if any(has_main_guard(texts[module]) for module in members):
             rule = "py_binary"
             fields |= {"data": [":packaged_checkpoint"], "main": f'"{srcs[0]}"'}
+        folder = (root / paths[members[0]]).parent
+        if paths[members[0]].name == "__init__.py" and any(p.is_file() and p.suffix != ".py" for p in folder.iterdir()):
+            fields["data"] = f'glob(\n        ["{folder.relative_to(root)}/*"],\n        exclude = ["**/*.py"],\n    )'
         rules.append(rule_text(rule, fields | {"deps": labels(imported, name, srcs[0])}))
     return "\n".join([*rules, test_target(root, set(paths), labels)])
 
