@@ -112,9 +112,9 @@ class ResponseForm:
         response = self._response(None, []) | {"status": "failed", "error": told}
         return [self._event("response.failed", response=response)]
 
-    def _event(self, name: str, **facts: Any) -> bytes:
+    def _event(self, kind: str, /, **facts: Any) -> bytes:
         self._number += 1
-        return event({"type": name, "sequence_number": self._number - 1, **facts}, name)
+        return event({"type": kind, "sequence_number": self._number - 1, **facts}, kind)
 
     def _piece(self, piece: Piece) -> list[bytes]:
         call, value = None, piece.value

@@ -94,3 +94,10 @@ def serve() -> Iterator[Callable[..., Running]]:
     """Starts a server of an engine, with settings of `running`."""
     with contextlib.ExitStack() as opened:
         yield lambda engine=None, **settings: opened.enter_context(running(engine or StubEngine(), **settings))
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    """One server for tests that leave nothing behind."""
+    with running(StubEngine()) as found:
+        yield found
