@@ -88,10 +88,10 @@ class Parser:
         self._end_ids = {tokenizer.special_ids[name] for name in _END_NAMES if name in tokenizer.special_ids}
         self._special_ids = frozenset(tokenizer.special_ids.values())
         self._tokenizer, self._allow_tool_calls = tokenizer, allow_tool_calls
+        self._tag_ids: list[int] | None = None  # the marker, then its text; None outside of tags
         self._place, self._num_earlier_calls = self._read_prompt(prompt_ids)
 
         self._decoder = StreamDecoder(tokenizer)
-        self._tag_ids: list[int] | None = None  # the marker, then its text; None outside of tags
         self._reasoning: list[str] = []
         self._thought_from = 0  # where in `_reasoning` the open think channel begins
         self._thought_ids = 0  # ids in it
@@ -140,8 +140,13 @@ class Parser:
             "tool_calls": [call.as_dict() for call in self._calls],
         }
 
+    @property
+    def ended(self) -> bool:
+        """Whether the message is over, by a marker or by `finish`: further ids are not read."""
+        return self._ended
+
     def _read_prompt(self, prompt_ids: Sequence[int]) -> tuple[_Place, int]:
-        """Where a prompt stops, and how many tool calls it holds."""
+        """Where a prompt stops, and how many tool calls it holds; a tag that it breaks off is gone on with."""
         place, num_calls, start = _Place.RAW, 0, None
         for i, token_id in enumerate(prompt_ids):
             if token_id in (self._open, self._close):
@@ -152,6 +157,7 @@ class Parser:
                 num_calls += is_open and name == "call"
                 places = (_Place.THINK, _Place.RESPONSE) if is_open else (_Place.AFTER_THINK, _Place.AFTER_RESPONSE)
                 place = dict(zip(("think", "response"), places, strict=True)).get(name, _Place.RAW)
+        self._tag_ids = None if start is None else list(prompt_ids[start:])
         return place, num_calls
 
     def _take(self, token_id: int) -> None:

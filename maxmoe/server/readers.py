@@ -108,6 +108,7 @@ class ChatReader:
         """See `Reader`."""
         pieces: list[Piece] = []
         for step in steps:
+            self.done |= self._parser.ended and not step.is_stop_id  # the engine goes on after the message
             if self.done:
                 break
             self.ids.append(step.token_id)
