@@ -126,8 +126,8 @@ class Answer:
         """Every token so far, prompt and answer."""
         return np.concatenate([self.prompt, self.answered()])
 
-    def take(self, chosen: Chosen, index: int, now_s: float) -> Step | None:
-        """Adds the token that was chosen, on the host by now, for the row of that index; None if there was none."""
+    def take(self, chosen: Chosen, index: tuple[int, ...], now_s: float) -> Step | None:
+        """Adds the token that stands at an index of what was chosen, on the host by now; None if there was none."""
         token_id = int(chosen.tokens[index])
         if token_id == INVALID_TOKEN:
             self.failure = (
@@ -159,10 +159,10 @@ class Answer:
             text += self.text.finish()
         return Step(token_id, logprob, reason, text, stop_string, top)
 
-    def _top(self, chosen: Chosen, index: int) -> tuple[tuple[int, float], ...]:
+    def _top(self, chosen: Chosen, index: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
         if not self.params.top_logprobs:
             return ()
-        ids, logprobs = (array[index, : self.params.top_logprobs].tolist() for array in chosen.top)
+        ids, logprobs = (array[index][: self.params.top_logprobs].tolist() for array in chosen.top)
         return tuple(zip(ids, logprobs, strict=True))
 
     def completion(self) -> Completion:

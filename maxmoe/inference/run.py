@@ -27,14 +27,17 @@ class Run:
         """Made by an engine: from a request and the loop that serves it alone."""
         self._request, self._loop = request, loop
         self.steps: list[Step] = request.steps
+        self._num_told = 0
 
     def __iter__(self) -> "Run":
         return self
 
     def __next__(self) -> Step:
-        while self._loop is not None and not self._request.ended:
-            if new := self._loop.step():
-                return new[0][1]
+        while self._loop is not None and self._num_told == len(self.steps) and not self._request.ended:
+            self._loop.step()
+        if self._num_told < len(self.steps):
+            self._num_told += 1
+            return self.steps[self._num_told - 1]
         if self._request.failure is not None:
             raise InvalidLogitsError(self._request.failure, [None])
         raise StopIteration
