@@ -10,104 +10,16 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from maxmoe.inference.answer import Step
-from maxmoe.inference.sampling_params import SamplingParams
+from maxmoe.server.serving_engine import EngineRequest, ServingEngine
+from maxmoe.server.ticket import Ended, EngineGoneError, Event, Job, Ticket
 
 _MAX_RETRY_AFTER_S = 120
 _WEIGHT_OF_LAST = 0.1  # in the mean of how long requests take
-
-
-class EngineRequest(Protocol):
-    """What the thread reads of a request that the engine has taken.
-
-    Attributes:
-      status: "waiting" and "running" until it ends.
-      failure: What is wrong, with status "failed".
-      num_cached: Tokens of the prompt whose state was there already.
-      budget_forced: Whether its thinking was ended by the budget.
-      num_tokens: That it may come to hold, prompt and longest answer.
-      submitted_s, admitted_s, first_token_s: On the clock of `time.perf_counter`; None until they come.
-    """
-
-    num_tokens: int
-    status: str
-    failure: str | None
-    num_cached: int
-    budget_forced: bool
-    submitted_s: float
-    admitted_s: float | None
-    first_token_s: float | None
-
-
-class ServingEngine(Protocol):
-    """What the server needs of an engine; see `inference.engine.Engine`.
-
-    Attributes:
-      prefixes: The prefix cache; None without one.
-      metrics: With `num_preemptions`; for the thread alone.
-    """
-
-    max_len: int
-    max_batch: int
-    prefixes: Any
-    metrics: Any
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-    ) -> EngineRequest:
-        """Queues a prompt."""
-
-    def step(self) -> list[tuple[EngineRequest, Step]]:
-        """One iteration."""
-
-    def cancel(self, request: EngineRequest) -> None:
-        """Ends a request."""
-
-    def warm_up(self) -> None:
-        """Compiles what serving will need."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-
-
-class Job(NamedTuple):
-    """One prompt to answer; `deadline` in seconds from now."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-
-
-class Ended(NamedTuple):
-    """How an answer ended, times in seconds from its submission; see `EngineRequest`."""
-
-    status: str
-    failure: str | None
-    num_cached: int
-    budget_forced: bool
-    queue_s: float | None
-    first_token_s: float | None
-
-
-class Event(NamedTuple):
-    """News of one answer: its index among the jobs of the ticket, and a step, or how it ended."""
-
-    index: int
-    step: Step | None
-    ended: Ended | None
 
 
 class BusyError(RuntimeError):
@@ -116,80 +28,6 @@ class BusyError(RuntimeError):
     def __init__(self, message: str, retry_after_s: int):
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class EngineGoneError(RuntimeError):
-    """The thread does not take requests: not yet, or not any more."""
-
-
-class Ticket:
-    """The answers to jobs that were submitted together. A context manager: leaving it ends what is still going on."""
-
-    def __init__(self, thread: "EngineThread", jobs: Sequence[Job]):
-        """Made by `EngineThread.submit`."""
-        self.jobs = jobs
-        self.num_live = len(jobs)
-        self._thread = thread
-        self._events: list[Event] = []
-        self._accepted = thread.loop.create_future()
-        self._waiter: asyncio.Future | None = None
-        self._failure: Exception | None = None
-
-    async def accepted(self) -> None:
-        """Waits until the engine has taken all jobs. Raises what the engine raised: ValueError for what is wrong."""
-        await asyncio.shield(self._accepted)
-
-    async def next(self, timeout_s: float) -> list[Event]:
-        """What is new since the last call, at least one event; none after `timeout_s`. Raises: EngineGoneError."""
-        if not self._events and self._failure is None:
-            self._waiter = self._thread.loop.create_future()
-            await asyncio.wait((self._waiter,), timeout=timeout_s)
-            self._waiter = None
-        if self._failure is not None:
-            raise self._failure
-        events, self._events = self._events, []
-        return events
-
-    def cancel(self, index: int | None = None) -> None:
-        """Ends one answer, or all; what has ended stays as it is."""
-        if self.num_live:
-            self._thread.put(_Cancel(self, index))
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.cancel()
-        if self._accepted.done() and not self._accepted.cancelled():
-            self._accepted.exception()  # seen
-        else:
-            self._accepted.cancel()
-
-    # Called in the loop, by the thread's calls into it.
-
-    def set_accepted(self, error: Exception | None) -> None:
-        """The engine has taken the jobs, or none of them."""
-        if self._accepted.done():
-            return
-        if error is None:
-            self._accepted.set_result(None)
-        else:
-            self._accepted.set_exception(error)
-
-    def add(self, events: list[Event]) -> None:
-        """New events."""
-        self._events += events
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """There will be no more."""
-        self._failure = error
-        self.set_accepted(error)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Cancel(NamedTuple):
@@ -217,7 +55,7 @@ class Load:
 
 
 class EngineThread:
-    """The thread. Its methods are for the loop that it was started from, but for `put`.
+    """The thread. Its methods are for the loop that it was started from.
 
     Attributes:
       fault: What has ended it; None while all is well.
@@ -251,7 +89,7 @@ class EngineThread:
 
     async def stop(self) -> None:
         """Ends every answer and the thread, which finishes its step first."""
-        self.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -300,13 +138,12 @@ class EngineThread:
                 self._retry_after_s(),
             )
         self._num_live += len(jobs)
-        ticket = Ticket(self, jobs)
-        self.put(ticket)
+        ticket = Ticket(jobs, self.loop, self._put_cancel)
+        self._commands.put(ticket)
         return ticket
 
-    def put(self, command: Ticket | _Cancel | None) -> None:
-        """Leaves a command for the thread."""
-        self._commands.put(command)
+    def _put_cancel(self, ticket: Ticket, index: int | None) -> None:
+        self._commands.put(_Cancel(ticket, index))
 
     def _retry_after_s(self) -> int:
         waves = max(self._num_live / self.engine.max_batch, 1.0)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from maxmoe.inference.answer import FinishReason, Step
 from maxmoe.inference.sampling_params import SamplingParams
-from maxmoe.server.engine_thread import BusyError, Ended, EngineGoneError, Event, Job, Ticket
+from maxmoe.server.engine_thread import BusyError
 from maxmoe.server.errors import ApiError
 from maxmoe.server.fields import refused_by_engine
 from maxmoe.server.readers import Finished, Piece, Reader
 from maxmoe.server.service import Service
+from maxmoe.server.ticket import Ended, EngineGoneError, Event, Job, Ticket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
