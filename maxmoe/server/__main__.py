@@ -95,7 +95,6 @@ def main(argv: list[str]) -> int:
 def _serve(argv: list[str]) -> int:
     if argv[1:]:
         raise ValueError(f"unexpected arguments {argv[1:]}: every argument is a flag; --help shows them")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while loading, and once uvicorn has drained
     values = flags.FLAGS
     if (values.ssl_certfile is None) != (values.ssl_keyfile is None):
         raise ValueError("--ssl_certfile and --ssl_keyfile go together: give both, or neither")
@@ -104,7 +103,7 @@ def _serve(argv: list[str]) -> int:
         _tell(f"--host={values.host} without API keys: whoever reaches this machine may use the model")
     with model_flags.checkpoint_folder(_tell) as folder:
         service = _make_service(folder)
-    return _run(service, keys)
+    return run(service, keys)
 
 
 def _tell(text: str) -> None:
@@ -156,8 +155,10 @@ def _make_service(folder: str | Path) -> Service:
     )
 
 
-def _run(service: Service, keys: Keys) -> int:
+def run(service: Service, keys: Keys) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns the exit code. What is not in the service is read from the flags."""
     values = flags.FLAGS
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # comes once uvicorn has drained
     request_log.LOGGER.setLevel(logging.INFO)
     request_log.LOGGER.propagate = False
     handler = logging.StreamHandler(sys.stderr)

@@ -59,11 +59,21 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine, *, tokenizer=TOKENIZER, max_waiting=256, sessions=None, app_settings=None, **options):
-    metrics = RecordedMetrics()
+def running(
+    engine,
+    *,
+    tokenizer=TOKENIZER,
+    max_waiting=256,
+    warm_up=True,
+    sessions=None,
+    metrics=None,
+    app_settings=None,
+    **options,
+):
+    metrics = metrics or RecordedMetrics()
     service = Service(
         tokenizer=tokenizer,
-        engine_thread=EngineThread(engine, max_waiting=max_waiting),
+        engine_thread=EngineThread(engine, max_waiting=max_waiting, warm_up=warm_up),
         metrics=metrics,
         options=Options(model_name="tiny", **options),
         sessions=sessions,
