@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Completion": "maxmoe.inference.answer",
     "Engine": "maxmoe.inference.engine",
+    "Request": "maxmoe.inference.request",
     "SamplingParams": "maxmoe.inference.sampling_params",
     "Session": "maxmoe.checkpoint.session",
     "ThinkingMarkers": "maxmoe.inference.budget",

@@ -223,7 +223,7 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     from maxmoe.checkpoint import object_storage
     from maxmoe.config import load_config
     from maxmoe.inference.compilation_cache import enable_compilation_cache
-    from maxmoe.inference.engine import check_request
+    from maxmoe.inference.request import check_request
     from maxmoe.inference.sampling import fresh_seed
     from maxmoe.model.transformer import Transformer
     from maxmoe.ops import dispatch

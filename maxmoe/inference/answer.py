@@ -1,11 +1,12 @@
 """An answer while it grows, on the host: its tokens and text so far, when it ends, what has become of it."""
 
 import dataclasses
-import time
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+from maxmoe.inference.budget import ThinkingState
 from maxmoe.inference.next_token import Chosen
 from maxmoe.inference.sampling import INVALID_TOKEN
 from maxmoe.inference.sampling_params import SamplingParams
@@ -87,38 +88,45 @@ class InvalidLogitsError(FloatingPointError):
         self.completions = completions
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Answer:
-    """A prompt on its way: what was asked, and what has come so far, the stop id included.
+    """A prompt and what has come of its answer so far, the stop id included.
 
     Attributes:
-      row: Of the prompt, among those of the call.
-      num_cached: Tokens of the prompt whose state is there already.
+      row: Of the prompt, among those of the call; for messages.
+      stop_ids: All ids that end it, the model's own included.
+      submitted_s, first_token_s: On the clock of `time.perf_counter`; None until it comes.
       text: None where the engine makes none.
-      thought: Tokens inside and outside thinking so far, markers counted as neither; None without markers.
+      steps: One per token.
+      thinking: Where the last token left it between the markers; None before the first, and without markers.
+      thought: Tokens inside and outside thinking so far, markers and the stop id counted as neither.
+      budget_forced: Whether a budget has put a token where the model would have said another.
       failure: Why there will be no more.
     """
 
     row: int
-    prompt: np.ndarray
+    prompt: Int[np.ndarray, "T"]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
-    began: float
-    text: StoppableText | None = None
-    num_cached: int = 0
+    submitted_s: float
     first_token_s: float | None = None
+    text: StoppableText | None = None
     steps: list[Step] = dataclasses.field(default_factory=list)
+    thinking: ThinkingState | None = None
     thought: tuple[int, int] | None = None
     budget_forced: bool = False
     failure: str | None = None
 
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self.failure is not None or (bool(self.steps) and self.steps[-1].finish_reason is not None)
+    def answered(self) -> Int[np.ndarray, "N"]:
+        """The tokens of the answer so far."""
+        return np.array([step.token_id for step in self.steps], np.int32)
 
-    def take(self, chosen: Chosen, index: int) -> Step | None:
+    def history(self) -> Int[np.ndarray, "T+N"]:
+        """Every token so far, prompt and answer."""
+        return np.concatenate([self.prompt, self.answered()])
+
+    def take(self, chosen: Chosen, index: int, now_s: float) -> Step | None:
         """Adds the token that was chosen, on the host by now, for the row of that index; None if there was none."""
         token_id = int(chosen.tokens[index])
         if token_id == INVALID_TOKEN:
@@ -128,11 +136,13 @@ class Answer:
             )
             return None
         if self.first_token_s is None:
-            self.first_token_s = time.perf_counter() - self.began
+            self.first_token_s = now_s
         is_stop_id = token_id in self.stop_ids
         if chosen.thought is not None:
-            counts = int(chosen.thought.num_thinking[index]), int(chosen.thought.num_answer[index])
-            self.thought = (self.thought or (0, 0)) if is_stop_id else counts
+            self.thinking = ThinkingState(*(column[index] for column in chosen.thought.state))
+            if not is_stop_id:
+                self.thought = tuple(map(int, self.thinking.counts()))
+            self.thought = self.thought or (0, 0)
             self.budget_forced |= bool(chosen.thought.forced[index])
         self.steps.append(self._step(token_id, float(chosen.logprobs[index]), is_stop_id, self._top(chosen, index)))
         return self.steps[-1]
@@ -156,7 +166,7 @@ class Answer:
         return tuple(zip(ids, logprobs, strict=True))
 
     def completion(self) -> Completion:
-        """Of an answer that has finished without a failure."""
+        """Of an answer that is whole, without a failure."""
         last = self.steps[-1]
         kept = self.steps[:-1] if last.is_stop_id else self.steps
         num_thinking, num_answer = self.thought or (None, None)
@@ -174,5 +184,5 @@ class Answer:
             num_answer_tokens=num_answer,
             budget_forced=self.budget_forced,
             seed=self.seed,
-            first_token_s=self.first_token_s,
+            first_token_s=self.first_token_s - self.submitted_s,
         )

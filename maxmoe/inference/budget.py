@@ -4,14 +4,14 @@ A marker may be several ids long. A row that has seen the first of them is neith
 rest has come or has not. What is thought never exceeds the budget: at the cap the end-of-thinking marker is forced
 from where the row stands in it, and a thinking that is opened again after the budget is spent is closed at once.
 
-Everything is a function of ids over rows that runs inside a compiled step; no host looks at a token in between.
+Following and forcing are functions of ids over rows that run inside a compiled step; no host looks at a token in
+between.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -92,12 +92,15 @@ def start_thinking(
     markers: ThinkingMarkers,
     params: Sequence[SamplingParams],
     prompts: Sequence[Int[np.ndarray, "T"]],
-    answers: Sequence[Int[np.ndarray, "N"]],
+    reached: Sequence[ThinkingState | None],
 ) -> tuple[Budgets, ThinkingState]:
-    """Budgets of a batch, and where its prompts and what there is of its answers leave it.
+    """Budgets of a batch, and where each row stands, as host arrays.
 
     What a prompt has thought since its last marker counts towards the budget; earlier thinking is closed, and does
     not. The counts of the state are those of the answer alone.
+
+    Args:
+      reached: The state, of this row alone, after the last token of what it has said; None before the first.
     """
     stands = [_stand(markers, prompt) for prompt in prompts]
     limits = [
@@ -108,13 +111,11 @@ def start_thinking(
     matched = np.array([stand[1] for stand in stands], np.int32)
     budgets = Budgets(_tables(markers.open_ids), _tables(markers.close_ids), np.array(limits, np.int32))
     state = ThinkingState(thinking, matched, matched * thinking, matched * ~thinking)
-    longest = max(answer.size for answer in answers)
-    if not longest:
-        return budgets, state
-    said = np.full((len(answers), 1 << (longest - 1).bit_length()), _NO_ID, np.int32)  # few widths to compile
-    for row, answer in zip(said, answers, strict=True):
-        row[: answer.size] = answer
-    return budgets, _follow_all(budgets, state, said)
+    for row, state_of_row in enumerate(reached):
+        if state_of_row is not None:
+            for column, value in zip(state, state_of_row, strict=True):
+                column[row] = value
+    return budgets, state
 
 
 def forced_ids(budgets: Budgets, state: ThinkingState) -> Int[Array, "B"]:
@@ -136,11 +137,6 @@ def follow(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B"]) -> T
         num_answer=state.num_answer + grown * ~state.thinking,
     )
     return ThinkingState(*(jnp.where(tokens < 0, old, value) for old, value in zip(state, new, strict=True)))
-
-
-@jax.jit
-def _follow_all(budgets: Budgets, state: ThinkingState, tokens: Int[Array, "B N"]) -> ThinkingState:
-    return jax.lax.scan(lambda state, column: (follow(budgets, state, column), None), state, tokens.T)[0]
 
 
 def _match(marker: MarkerTables, state: ThinkingState, tokens: Int[Array, "B"]) -> Int[Array, "B"]:

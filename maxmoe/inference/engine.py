@@ -1,15 +1,16 @@
-"""Answers prompts in static batches: token ids in, token ids out.
+"""Answers prompts with one model: token ids in, token ids out.
 
-A batch is prefilled in chunks and then decoded one token at a time for all rows, until every row has ended. All
-shapes come from short lists (`Engine.batch_sizes`, `cache_lens`, `prefill_widths`), so that compilations are
-bounded, and decoding compiles nothing after its first step.
+`submit` and `step` serve requests as they come, in one batch that lives as long as the engine. `generate`, `stream` and
+`resume` run the same loop over a batch of their own, of the smallest shape that suffices, to its end. All shapes come
+from short lists (`Engine.batch_sizes`, `cache_lens`, `prefill_widths`), so that compilations are bounded.
 """
 
 import bisect
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,65 +18,51 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
-from maxmoe.config import ModelConfig
-from maxmoe.inference.answer import Answer, Completion, InvalidLogitsError, Step
+from maxmoe.inference.answer import Completion, InvalidLogitsError, Step
 from maxmoe.inference.budget import ThinkingMarkers
-from maxmoe.inference.next_token import lay_out, next_tokens
-from maxmoe.inference.run import BatchState, Run, interrupts_wait
+from maxmoe.inference.prefix_cache import PrefixCache
+from maxmoe.inference.request import Request, check_request
+from maxmoe.inference.run import Run
 from maxmoe.inference.sampling import fresh_seed
 from maxmoe.inference.sampling_params import SamplingParams
-from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place
+from maxmoe.inference.scheduler import MAX_WAITING, Scheduler
+from maxmoe.inference.serving_loop import ServingLoop, ServingMetrics
+from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place, prefill_row_in_place
 from maxmoe.inference.stop_strings import MakeDetokenizer, StoppableText
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
+from maxmoe.ops.latent_cache import GROUP_ROWS
 
 PREFILL_CHUNK = 512  # tokens of a prompt that are prefilled at a time
 MIN_PREFILL_WIDTH = 16  # tokens; shorter chunks are padded to it
 MIN_CACHE_LEN = 256  # tokens
 
 
-def check_request(
-    prompt: Sequence[int], params: SamplingParams, config: ModelConfig, max_len: int, row: int = 0
-) -> Int[np.ndarray, "T"]:
-    """Checks what an engine of `max_len` tokens is asked, without an engine. Returns the prompt as int32.
+class Program(NamedTuple):
+    """A program that serving compiles: what it does, for how many rows, and tokens per row."""
 
-    Raises: ValueError, naming the prompt by its row, with what is wrong and what to do.
-    """
-    ids = np.asarray(prompt)
-    if ids.ndim == 1 and ids.size == 0:
-        raise ValueError(f"prompt {row} is empty: give at least one token, such as bos_id={config.bos_id}")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"prompt {row} must be a sequence of token ids; got {prompt!r:.80}")
-    given = np.concatenate([ids, np.array((*params.stop_ids, *dict(params.logit_bias)), np.int64)])
-    wrong = given[(given < 0) | (given >= config.vocab_size)]
-    if wrong.size:
-        raise ValueError(
-            f"prompt {row}: token, stop or bias id {wrong[0]} is outside the vocabulary: ids run from 0 to "
-            f"{config.vocab_size - 1}"
-        )
-    if ids.size + params.max_tokens > max_len:
-        raise ValueError(
-            f"prompt {row} has {ids.size} tokens, and max_tokens={params.max_tokens} more make "
-            f"{ids.size + params.max_tokens}; max_len is {max_len}. Shorten the prompt, lower max_tokens, or raise "
-            f"max_len (this model was trained up to {config.max_len})"
-        )
-    return ids.astype(np.int32)
+    name: str
+    num_rows: int
+    num_tokens: int
 
 
 class Engine:
     """Generates with one model.
 
-    What a row says does not depend on the other rows of its batch: padding reaches no state, and noise comes from
-    the row's own seed. Sums may be rounded differently for another batch size, which can only tip a tie.
+    What a row says does not depend on the other rows of its batch; see `serving_loop` for why, and for where not even
+    rounding differs. One thread may use an engine.
 
     Attributes:
       max_len: Tokens that a prompt and its answer may have together, at most the model's trained context.
-      batch_sizes: Rows that a batch is padded to.
+      batch_sizes: Rows that a batch of `generate` may have.
       cache_lens: Tokens per row that a batch's cache may have room for; the smallest that suffices is taken.
       prefill_widths: Tokens per row that a chunk is padded to; the last one is the longest chunk.
+      runs_ahead: Whether a token is on its way to the next step before the host looks at it.
+      prefixes: The prefix cache, with its `stats`; None without one.
+      prefills_together: Whether chunks of several rows are prefilled in one call, and nobody decodes meanwhile.
     """
 
-    _runs_ahead = True  # a token is on its way to the next step before the host looks at it
+    runs_ahead = True
 
     def __init__(
         self,
@@ -87,6 +74,9 @@ class Engine:
         cache_dtype: Any = None,
         *,
         prefill_chunk: int = PREFILL_CHUNK,
+        max_waiting: int = MAX_WAITING,
+        max_running_tokens: int | None = None,
+        prefix_cache_bytes: int = 0,
         detokenizer: MakeDetokenizer | None = None,
         thinking: ThinkingMarkers | None = None,
     ):
@@ -94,16 +84,22 @@ class Engine:
 
         Args:
           mesh: That `params` lie on; None for one device. State is split over it as `cache_shardings` says.
-          max_batch: Prompts that are answered together; more are answered in several batches.
+          max_batch: Requests that are answered together; the others wait for one of them to end.
           max_len: In tokens; the model's trained context where that is shorter.
           cache_dtype: Of what is kept per token; None takes that of the embedding, in which activations are.
           prefill_chunk: In tokens. A smaller chunk needs less memory, a larger one takes fewer steps.
+          max_waiting: Submitted requests that may wait.
+          max_running_tokens: That the running ones of them may come to hold together; None for as many as fit.
+          prefix_cache_bytes: Of device memory, beside the cache of the slots, that states of submitted prompts are
+            kept in, so that a prompt that begins like an earlier one is read from there on; 0 keeps none.
           detokenizer: Makes the text of each answer, such as `lambda: StreamDecoder(tokenizer)`; None makes no text,
             and allows no stop strings.
           thinking: Markers between which the model thinks; None counts no thinking, and allows no budget for it.
         """
-        for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
+        sizes = {"max_batch": max_batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
+        sizes |= {"max_waiting": max_waiting, "max_running_tokens": max_running_tokens}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise ValueError(f"Engine: {name}={value} must be at least 1")
         self.model, self.params, self.mesh = model, params, mesh
         self.max_batch, self.max_len = max_batch, min(max_len, model.config.max_len)
@@ -111,10 +107,111 @@ class Engine:
         if largest >= model.config.vocab_size:
             raise ValueError(f"Engine: marker id {largest} is outside the vocabulary of {model.config.vocab_size} ids")
         self.detokenizer, self.thinking = detokenizer, thinking
+        # Rows that lie on different devices are read at the same time; one row alone would leave the others idle.
+        self.prefills_together = mesh is not None and mesh.shape.get("data", 1) > 1
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
         self.batch_sizes = _doubling(1, max_batch)
         self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)
         self.prefill_widths = _doubling(MIN_PREFILL_WIDTH, prefill_chunk)
+        if prefix_cache_bytes < 0 or (prefix_cache_bytes and prefill_chunk % GROUP_ROWS):
+            raise ValueError(
+                f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
+                f"prefill_chunk={prefill_chunk} must be a multiple of {GROUP_ROWS}"
+            )
+        self.max_waiting, self.max_running_tokens = max_waiting, max_running_tokens
+        self.prefixes = PrefixCache(prefill_chunk, prefix_cache_bytes) if prefix_cache_bytes else None
+
+    # ---- Requests as they come --------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queues a prompt; `step` gives its tokens. The first call allocates a cache of max_batch x max_len tokens.
+
+        Args:
+          priority: Lower is more urgent, and takes the slot of a less urgent request where none is free.
+          deadline: Seconds from now after which the request is given up, with status "expired"; None for never.
+          cache_salt: Keeps prefixes apart: state is taken from requests of the same salt alone.
+        Returns: The request, whose `steps` and `status` follow what happens.
+        Raises:
+          ValueError: What `generate` refuses, or a deadline that is not positive.
+          QueueFullError: `max_waiting` requests wait already.
+        """
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline={deadline}: must be a positive number of seconds from now, or None for never")
+        request = self._request(0, prompt, params, priority, deadline, cache_salt)
+        self._serving.submit(request)
+        return request
+
+    def step(self) -> list[tuple[Request, Step]]:
+        """One iteration over what is submitted. Returns each request that has a new token, with that token.
+
+        Requests that end without one, because they expired or failed, show it in their `status`. An iteration may
+        have no token for anybody, because prompts are still read.
+        """
+        return self._serving.step()
+
+    def cancel(self, request: Request) -> None:
+        """Ends a submitted request and frees its slot; what it has said stays in its `steps`."""
+        self._serving.cancel(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a submitted request waits or runs."""
+        return "_serving" in self.__dict__ and self._serving.scheduler.has_work
+
+    @property
+    def metrics(self) -> ServingMetrics:
+        """Counts over all submitted requests."""
+        return self._serving.metrics
+
+    def compilations(self) -> list[Program]:
+        """Every program of the model that serving submitted requests ever compiles, whatever comes."""
+        rows = self.max_batch if self.prefills_together else 1
+        longest = _at_least(self.prefill_widths, min(self.max_len, self.prefill_widths[-1]))
+        prefills = [Program("prefill", rows, width) for width in self.prefill_widths if width <= longest]
+        return [*prefills, Program("decode", self.max_batch, 1)]
+
+    def warm_up(self, progress: Callable[[Program, int, int], None] | None = None) -> None:
+        """Compiles all of `compilations`, and what goes with them, so that no request waits for the compiler.
+
+        Args:
+          progress: Called before each program with it, the number of programs that are ready, and that of all.
+        Raises: RuntimeError while requests wait or run.
+        """
+        if self.has_work:
+            raise RuntimeError("warm_up: requests wait or run already; call it before the first submit")
+        programs = self.compilations()
+        for done, program in enumerate(programs):
+            if progress is not None:
+                progress(program, done, len(programs))
+            self._rehearse(program.num_tokens, f"warm-up {done}")
+        if self.prefixes is not None:
+            self._rehearse(2, "warm-up")
+            self._rehearse(3, "warm-up")  # begins like the one before
+            self.prefixes.clear()
+        jax.block_until_ready(self._serving.cache)
+
+    def _rehearse(self, num_tokens: int, cache_salt: str) -> None:
+        """Serves a prompt of about so many tokens, and a second token if there is room."""
+        prompt = [self.model.config.bos_id] * min(num_tokens, self.max_len - 1)
+        params = SamplingParams(temperature=0.0, max_tokens=min(2, self.max_len - len(prompt)))
+        self.submit(prompt, params, cache_salt=cache_salt)
+        while self.has_work:
+            self.step()
+
+    @functools.cached_property
+    def _serving(self) -> ServingLoop:
+        scheduler = Scheduler[Request](self.max_batch, max_tokens=self.max_running_tokens, max_waiting=self.max_waiting)
+        return ServingLoop(self, self._new_cache(self.max_batch, self.max_len), scheduler, prefixes=self.prefixes)
+
+    # ---- Prompts that are there at once -----------------------------------------------------------------------------
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -122,7 +219,7 @@ class Engine:
         """Answers prompts, in their order.
 
         Args:
-          prompts: Token ids. More than `max_batch` prompts are answered batch after batch, in the order given.
+          prompts: Token ids. Of more than `max_batch` prompts, each later one begins when an earlier one has ended.
           params: For all prompts, or one per prompt.
         Raises:
           ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
@@ -133,12 +230,14 @@ class Engine:
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(every)} SamplingParams: give one each, or one for all")
-        answers = [self._start(row, prompt, every[row]) for row, prompt in enumerate(prompts)]
-        for first in range(0, len(answers), self.max_batch):
-            for _ in self._run(answers[first : first + self.max_batch]):
-                pass
-        completions = [None if answer.failure else answer.completion() for answer in answers]
-        if failures := [answer.failure for answer in answers if answer.failure]:
+        requests = [self._request(row, prompt, every[row]) for row, prompt in enumerate(prompts)]
+        if not requests:
+            return []
+        loop = self._loop(requests)
+        while loop.scheduler.has_work:
+            loop.step()
+        completions = [None if request.failure else request.completion() for request in requests]
+        if failures := [request.failure for request in requests if request.failure]:
             raise InvalidLogitsError("; ".join(failures), completions)
         return completions
 
@@ -147,8 +246,8 @@ class Engine:
 
         The last step carries the finish reason. If that is "stop", its token is the stop id, not part of the text.
         """
-        answer = self._start(0, prompt, params)
-        return self._one_run(answer, BatchState(self._new_cache([answer], 1)))
+        request = self._request(0, prompt, params)
+        return Run(request, self._loop([request]))
 
     def resume(self, session: Session, new_ids: Sequence[int], params: SamplingParams) -> Run:
         """Continues a session as `stream` continues a prompt. Its state is taken over: it is used up.
@@ -170,18 +269,23 @@ class Engine:
         past = session.token_ids[0]
         if params.seed is None:
             params = dataclasses.replace(params, seed=session.seeds[0])
-        answer = self._start(0, np.concatenate([past, new_ids]) if len(new_ids) else past, params)
-        answer.num_cached = past.size
-        cache, need = session.cache, answer.prompt.size + params.max_tokens
+        request = self._request(0, np.concatenate([past, new_ids]) if len(new_ids) else past, params)
+        request.num_cached = past.size
+        cache, need = session.cache, request.num_tokens
         if cache.max_len is not None and cache.max_len < need:
             cache = grow_cache(cache, _at_least(self.cache_lens, need))
-        return self._one_run(answer, BatchState(cache, None if len(new_ids) else session.logits))
+        return Run(request, self._loop([request], cache, None if len(new_ids) else session.logits))
 
-    def _one_run(self, answer: Answer, state: BatchState) -> Run:
-        return Run(self._run([answer], state), answer, state, self._decode_token)
-
-    def _start(self, row: int, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        ids = check_request(prompt, params, self.model.config, self.max_len, row)
+    def _request(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        ids, now_s = check_request(prompt, params, self.model.config, self.max_len, row), time.perf_counter()
         if params.stop and self.detokenizer is None:
             raise ValueError(f"prompt {row}: stop={params.stop} needs text: make the engine with a detokenizer")
         if params.thinking_token_budget is not None and self.thinking is None:
@@ -189,88 +293,60 @@ class Engine:
                 f"prompt {row}: thinking_token_budget={params.thinking_token_budget} needs the markers of thinking: "
                 "make the engine with thinking=ThinkingMarkers(open_ids, close_ids)"
             )
-        text = self.detokenizer and StoppableText(self.detokenizer(), params.stop, params.min_tokens)
-        return Answer(
+        return Request(
             row=row,
             prompt=ids,
             params=params,
-            text=text,
+            text=self.detokenizer and StoppableText(self.detokenizer(), params.stop, params.min_tokens),
             seed=fresh_seed() if params.seed is None else int(params.seed),
             stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
-            began=time.perf_counter(),
+            num_tokens=ids.size + params.max_tokens,
+            priority=priority,
+            expires_at_s=None if deadline is None else now_s + deadline,
+            submitted_s=now_s,
+            cache_salt=cache_salt,
         )
 
-    def _run(self, answers: list[Answer], state: BatchState | None = None) -> Iterator[list[Step | None]]:
-        """Answers one batch; after each token, yields the steps of the answers that it continues, None where one fails.
+    def _loop(
+        self, requests: list[Request], cache: Cache | None = None, logits: Float[Array, "1 V"] | None = None
+    ) -> ServingLoop:
+        """A loop over a batch of its own, of the smallest shape that suffices; or over a single row that is given."""
+        if cache is None:
+            rows = _at_least(self.batch_sizes, min(len(requests), self.max_batch))
+            cache = self._new_cache(rows, _at_least(self.cache_lens, max(r.num_tokens for r in requests)))
+        loop = ServingLoop(self, cache, Scheduler[Request](cache.batch_size, max_waiting=None), logits)
+        for request in requests:
+            loop.submit(request)
+        return loop
 
-        Where steps run ahead, each token is on its way to the next one before the host looks at it, so that the
-        device does not wait. A finished row goes on with tokens that nobody reads: what exceeds its cache is dropped.
+    def _new_cache(self, rows: int, max_len: int) -> Cache:
+        return init_cache(self.model, rows, max_len, self.cache_dtype, self.mesh)
 
-        `state` is kept up to date at every step; None begins with an empty cache.
-        """
-        rows = _at_least(self.batch_sizes, len(answers))
-        padded = answers + [answers[0]] * (rows - len(answers))
-        fields = ("params", "prompt", "seed", "stop_ids")
-        asked = ([getattr(answer, name) for answer in padded] for name in fields)
-        fixed, progress = jax.device_put(lay_out(*asked, self.model.config.vocab_size, self.thinking))
-        with_top = any(answer.params.top_logprobs for answer in answers)
+    # ---- What a loop asks for ---------------------------------------------------------------------------------------
 
-        state = BatchState(self._new_cache(answers, rows)) if state is None else state
+    def padded_chunk(self, ids: Int[np.ndarray, "n"]) -> Int[np.ndarray, "T"]:
+        """A chunk filled up to one of `prefill_widths`."""
+        return np.pad(ids, (0, _at_least(self.prefill_widths, ids.size) - ids.size)).astype(np.int32)
 
-        def advance(chosen, progress):
-            active = np.zeros(rows, bool)
-            active[: len(answers)] = [not answer.finished for answer in answers]
-            with interrupts_wait():
-                state.logits, state.cache = self._decode_token(chosen.tokens, state.cache, active)
-            return next_tokens(state.logits, fixed, progress, with_top)
+    def prefill_slot(
+        self, ids: Int[np.ndarray, "1 T"], cache: Cache, length: int, slot: int
+    ) -> tuple[Float[Array, "1 V"], Cache]:
+        """Appends `length` tokens to one row. Returns logits after the last; `cache` is used up."""
+        if cache.batch_size == 1:
+            return prefill_in_place(self.model, self.params, ids, cache, np.array([length], np.int32))
+        return prefill_row_in_place(self.model, self.params, ids, cache, length, slot)
 
-        self._prefill(answers, state)
-        chosen, progress = next_tokens(state.logits, fixed, progress, with_top)
-        num_steps = max(answer.params.max_tokens for answer in answers)
-        for step in range(1, num_steps + 1):
-            state.on_way, more = chosen, step < num_steps
-            if more and self._runs_ahead:
-                chosen, progress = advance(chosen, progress)
-            arrived = jax.device_get(state.on_way)
-            yield [answer.take(arrived, i) for i, answer in enumerate(answers) if not answer.finished]
-            if all(answer.finished for answer in answers):
-                return
-            if more and not self._runs_ahead:
-                chosen, progress = advance(chosen, progress)
-
-    def _new_cache(self, answers: list[Answer], rows: int) -> Cache:
-        need = max(answer.prompt.size + answer.params.max_tokens for answer in answers)
-        return init_cache(self.model, rows, _at_least(self.cache_lens, need), self.cache_dtype, self.mesh)
-
-    def _prefill(self, answers: list[Answer], state: BatchState) -> None:
-        """Prefills what the state does not hold of a batch yet, chunk by chunk, up to logits after each last token."""
-        rows = state.cache.batch_size
-        lengths = np.zeros(rows, np.int32)  # rows that only fill the batch have no tokens
-        lengths[: len(answers)] = [answer.prompt.size - answer.num_cached for answer in answers]
-        chunk, logits = self.prefill_widths[-1], state.logits
-        for start in range(0, int(lengths.max()), chunk):
-            real = np.clip(lengths - start, 0, chunk)
-            ids = np.zeros((rows, _at_least(self.prefill_widths, int(real.max()))), np.int32)
-            for answer, row, count in zip(answers, ids, real, strict=False):
-                row[:count] = answer.prompt[answer.num_cached + start :][:count]
-            new, state.cache = self._prefill_chunk(ids, state.cache, real)
-            logits = new if logits is None else jnp.where((real > 0)[:, None], new, logits)
-        state.logits = logits
-
-    def _prefill_chunk(
+    def prefill_chunk(
         self, ids: Int[np.ndarray, "rows T"], cache: Cache, lengths: Int[np.ndarray, "rows"]
     ) -> tuple[Float[Array, "rows V"], Cache]:
         """Appends `lengths[b]` tokens to each row. Returns logits after the last; `cache` is used up."""
         return prefill_in_place(self.model, self.params, ids, cache, lengths)
 
-    def _decode_token(
+    def decode_token(
         self, token: Int[Array, "rows"], cache: Cache, active: Bool[np.ndarray, "rows"]
     ) -> tuple[Float[Array, "rows V"], Cache]:
-        """Appends one token to each row. Returns the logits after it; `cache` is used up.
-
-        `active` tells the rows whose logits anyone will look at, as far as the host knows.
-        """
-        return decode_step_in_place(self.model, self.params, token, cache)
+        """Appends one token to each active row. Returns the logits after it; `cache` is used up."""
+        return decode_step_in_place(self.model, self.params, token, cache, active)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

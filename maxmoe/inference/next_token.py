@@ -14,18 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxmoe.inference.budget import Budgets, ThinkingMarkers, ThinkingState, follow, forced_ids, start_thinking
-from maxmoe.inference.penalties import (
-    EarlyStops,
-    LogitBias,
-    Penalties,
-    TokenCounts,
-    adjust,
-    count_all,
-    count_tokens,
-    stack_biases,
-    stack_early_stops,
-    stack_penalties,
-)
+from maxmoe.inference.penalties import Extras, TokenCounts, adjust, count_all, count_tokens, stack_extras
 from maxmoe.inference.sampling import (
     INVALID_TOKEN,
     RowSettings,
@@ -44,9 +33,7 @@ class Rows(NamedTuple):
 
     settings: RowSettings
     words: UInt32[Array, "B 2"]  # of the seeds
-    bias: LogitBias | None
-    penalties: Penalties | None
-    early_stops: EarlyStops | None
+    extras: Extras | None
     budgets: Budgets | None
 
 
@@ -59,13 +46,9 @@ class Progress(NamedTuple):
 
 
 class Thought(NamedTuple):
-    """After a token: how many of the answer's were thinking and how many were not, and whether a budget chose it.
+    """After a token: where it leaves the row, and whether a budget chose it in place of what would have been drawn."""
 
-    `forced` is true where the budget's id is not what would have been drawn.
-    """
-
-    num_thinking: Int[Array, "B"]
-    num_answer: Int[Array, "B"]
+    state: ThinkingState
     forced: Bool[Array, "B"]
 
 
@@ -75,7 +58,7 @@ class Chosen(NamedTuple):
     Attributes:
       tokens: -1 for a row whose logits are no distribution.
       logprobs: See `token_logprobs`: the model's own, of forced and penalised tokens too.
-      top: The 20 likeliest tokens and their log-probabilities, best first; None if no row asks for them.
+      top: The 20 likeliest tokens and their log-probabilities, best first; None without extras.
       thought: None without markers of thinking.
     """
 
@@ -85,6 +68,20 @@ class Chosen(NamedTuple):
     thought: Thought | None
 
 
+class Said(NamedTuple):
+    """What there is of an answer.
+
+    Attributes:
+      thinking: The row's `Chosen.thought.state` beside its last token; None before the first.
+    """
+
+    ids: Int[np.ndarray, "N"]
+    thinking: ThinkingState | None = None
+
+
+NOTHING_SAID = Said(np.zeros(0, np.int32))
+
+
 def lay_out(
     params: Sequence[SamplingParams],
     prompts: Sequence[Int[np.ndarray, "T"]],
@@ -92,37 +89,31 @@ def lay_out(
     stop_ids: Sequence[frozenset[int]],
     vocab_size: int,
     markers: ThinkingMarkers | None = None,
-    answers: Sequence[Int[np.ndarray, "N"]] | None = None,
+    said: Sequence[Said] | None = None,
 ) -> tuple[Rows, Progress]:
-    """Several requests side by side, as arrays on the host where nothing has to be computed.
+    """Several requests side by side, as host arrays.
 
     Args:
-      answers: What each has said already, as when other requests join its batch or it comes back to one; None for
-        nothing. What comes next is what would have come without the break.
+      said: By each so far, as when other requests join its batch or it comes back to one; None for nothing. What
+        comes next is what would have come without the break.
     """
     lengths = [prompt.size for prompt in prompts]
-    answers = [np.zeros(0, np.int32)] * len(prompts) if answers is None else answers
-    penalties = stack_penalties(params)
-    budgets, thinking = (None, None) if markers is None else start_thinking(markers, params, prompts, answers)
-    rows = Rows(
-        settings=stack_settings(params),
-        words=seed_words(seeds),
-        bias=stack_biases(params),
-        penalties=penalties,
-        early_stops=stack_early_stops(params, stop_ids, lengths),
-        budgets=budgets,
-    )
-    counts = None if penalties is None else count_all(prompts, answers, vocab_size)
-    positions = [length + answer.size for length, answer in zip(lengths, answers, strict=True)]
+    said = [NOTHING_SAID] * len(prompts) if said is None else said
+    extras = stack_extras(params, stop_ids, lengths)
+    budgets, thinking = None, None
+    if markers is not None:
+        budgets, thinking = start_thinking(markers, params, prompts, [row.thinking for row in said])
+    rows = Rows(settings=stack_settings(params), words=seed_words(seeds), extras=extras, budgets=budgets)
+    counts = None if extras is None else count_all(prompts, [row.ids for row in said], vocab_size)
+    positions = [length + row.ids.size for length, row in zip(lengths, said, strict=True)]
     return rows, Progress(np.array(positions, np.int32), counts, thinking)
 
 
-@functools.partial(jax.jit, static_argnames="with_top", donate_argnames="progress")
+@functools.partial(jax.jit, donate_argnames="progress")
 def next_tokens(
     logits: Float[Array, "B V"],
     rows: Rows,
     progress: Progress,
-    with_top: bool = False,
     active: Bool[Array, "B"] | None = None,
 ) -> tuple[Chosen, Progress]:
     """The next token of every row, and the progress after it; `progress` is used up.
@@ -132,27 +123,26 @@ def next_tokens(
     Args:
       active: Rows that take their token; the others stay where they are. None for all.
     """
-    chosen = choose(logits, rows, progress, with_top)
+    chosen = choose(logits, rows, progress)
     taken = chosen.tokens if active is None else jnp.where(active, chosen.tokens, INVALID_TOKEN)
     return chosen, advance(rows, progress, taken)
 
 
-def choose(logits: Float[Array, "B V"], rows: Rows, progress: Progress, with_top: bool = False) -> Chosen:
+def choose(logits: Float[Array, "B V"], rows: Rows, progress: Progress) -> Chosen:
     """The next token of every row."""
     logits = logits.astype(jnp.float32)
     settings = rows.settings
-    adjusted = adjust(logits, progress.positions, rows.bias, rows.penalties, progress.counts, rows.early_stops)
+    adjusted = logits if rows.extras is None else adjust(logits, progress.positions, rows.extras, progress.counts)
     drawn = tokens = draw(adjusted, settings, row_keys(rows.words, progress.positions))
     thought = None
     if rows.budgets is not None:
         forced = forced_ids(rows.budgets, progress.thinking)
         tokens = jnp.where((forced >= 0) & (drawn != INVALID_TOKEN), forced, drawn)
-        counts = follow(rows.budgets, progress.thinking, tokens).counts()
-        thought = Thought(*counts, forced=tokens != drawn)
+        thought = Thought(follow(rows.budgets, progress.thinking, tokens), forced=tokens != drawn)
     return Chosen(
         tokens,
         token_logprobs(logits, settings, tokens),
-        top_logprobs(logits, settings, MAX_TOP_LOGPROBS) if with_top else None,
+        None if rows.extras is None else top_logprobs(logits, settings, MAX_TOP_LOGPROBS),
         thought,
     )
 

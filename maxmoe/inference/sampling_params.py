@@ -11,6 +11,7 @@ MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+MAX_STOP_IDS = 255
 MAX_BIAS = 100.0
 
 
@@ -35,7 +36,7 @@ class SamplingParams:
       seed: 0..2**63-1; None draws one from the operating system for each request.
       max_tokens: The longest answer, in tokens, the stop id included.
       min_tokens: So many tokens come before the answer may end by a stop id or a stop string.
-      stop_ids: Ids that end the answer, besides the model's own end of turn.
+      stop_ids: Ids that end the answer, besides the model's own end of turn; at most 255.
       stop: Strings that end the answer as soon as its text holds one. For engines that were given a detokenizer.
       top_logprobs: 0..20; so many likeliest tokens are told beside each token of the answer.
       thinking_token_budget: The most tokens that the answer may spend on thinking, markers not counted; thinking is
@@ -86,6 +87,7 @@ class SamplingParams:
         is_sequence = isinstance(self.stop_ids, Sequence | set | frozenset) and not isinstance(self.stop_ids, str)
         valid = is_sequence and all(_is_int(stop_id) and stop_id >= 0 for stop_id in self.stop_ids)
         self._require("stop_ids", valid, "a sequence of token ids >= 0")
+        self._require("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids")
         object.__setattr__(self, "stop_ids", tuple(operator.index(stop_id) for stop_id in self.stop_ids))
         valid = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         valid = valid and all(isinstance(text, str) and text for text in self.stop)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from maxmoe.model.cache import Cache, cache_shardings, make_cache
+from maxmoe.model.cache import Cache, cache_shardings, clear_row, make_cache
 from maxmoe.model.transformer import Transformer
 
 
@@ -134,12 +134,18 @@ def _prefill(model, params, ids, cache, lengths):
     return model.apply({"params": params}, ids, cache, lengths, method="prefill")
 
 
-def _decode_body(model, params, token, cache):
-    return model.apply({"params": params}, token, cache, method="decode")
+def _decode_body(model, params, token, cache, active=None):
+    return model.apply({"params": params}, token, cache, active, method="decode")
+
+
+def _prefill_row(model, params, ids, cache, length, row):
+    return model.apply({"params": params}, ids, cache, length, row, method="prefill_row")
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_body)
 _decode_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_decode_body)
+_prefill_row_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill_row)
+_clear_row_donating = functools.partial(jax.jit, donate_argnums=0)(clear_row)
 _prefill_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)
 
 
@@ -151,9 +157,27 @@ def prefill_in_place(
         return _prefill_donating(model, params, ids, cache, lengths)
 
 
-def decode_step_in_place(
-    model: Transformer, params: dict, token: Int[Array, "B"], cache: Cache
-) -> tuple[Float[Array, "B V"], Cache]:
-    """`decode_step` without its checks; the cache is used up."""
+def prefill_row_in_place(
+    model: Transformer, params: dict, ids: Int[Array, "1 T"], cache: Cache, length: int, row: int
+) -> tuple[Float[Array, "1 V"], Cache]:
+    """Appends `length` tokens to one row of a batch, which no other row has a part in. The cache is used up."""
     with on_mesh_of(params):
-        return _decode_donating(model, params, token, cache)
+        return _prefill_row_donating(model, params, ids, cache, np.int32(length), np.int32(row))
+
+
+def decode_step_in_place(
+    model: Transformer,
+    params: dict,
+    token: Int[Array, "B"],
+    cache: Cache,
+    active: Bool[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """`decode_step` without its checks; the cache is used up. Rows that are not `active` are left as they are."""
+    with on_mesh_of(params):
+        return _decode_donating(model, params, token, cache, active)
+
+
+def clear_row_in_place(params: dict, cache: Cache, row: int) -> Cache:
+    """Readies one row of a batch for another sequence; the cache is used up."""
+    with on_mesh_of(params):
+        return _clear_row_donating(cache, np.int32(row))

@@ -149,7 +149,7 @@ class StreamingEngine(Engine):
       stats: What was read and what the expert cache spared so far.
     """
 
-    _runs_ahead = False
+    runs_ahead = False
 
     def __init__(
         self,
@@ -191,19 +191,22 @@ class StreamingEngine(Engine):
             detokenizer=detokenizer,
             thinking=thinking,
         )
+        self.prefills_together = True  # one pass over the checkpoint serves all rows
 
     def close(self) -> None:
         """Waits for reads that are under way. The source may be closed afterwards; the engine is of no more use."""
         self._dense.close()
         self._experts.close()
 
-    def _prefill_chunk(self, ids, cache, lengths):
+    def prefill_chunk(self, ids, cache, lengths):
+        """See `Engine`: one pass over the checkpoint."""
         spans = Spans(start=cache.lengths, lengths=jnp.asarray(lengths))
         current, bank, cache = self._run_layers("prefill", jnp.asarray(ids), cache, spans)
         return _end_prefill(self.model, self.params, current, bank, spans), cache
 
-    def _decode_token(self, token, cache, active):
-        spans = Spans(start=cache.lengths, lengths=jnp.ones_like(cache.lengths))
+    def decode_token(self, token, cache, active):
+        """See `Engine`: one pass over the checkpoint, without experts for rows that are not active."""
+        spans = Spans(start=cache.lengths, lengths=jnp.asarray(active, jnp.int32))
         max_len = cache.max_len
         current, bank, cache = self._run_layers("decode", token[:, None], cache, spans, active)
         return _end_decode(self.model, max_len, self.params, current, bank, spans), cache

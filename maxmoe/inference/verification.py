@@ -20,14 +20,13 @@ from maxmoe.inference.sampling import INVALID_TOKEN, RowSettings, draw, draw_sco
 _ACCEPTING, _REPLACING = 1, 2  # noise that `draw` has not used at the same position
 
 
-@functools.partial(jax.jit, static_argnames="with_top", donate_argnames="progress")
+@functools.partial(jax.jit, donate_argnames="progress")
 def verify_certain(
     logits: Float[Array, "B W+1 V"],
     draft: Int[Array, "B W"],
     num_drafted: Int[Array, "B"],
     rows: Rows,
     progress: Progress,
-    with_top: bool = False,
 ) -> tuple[Chosen, Bool[Array, "B W+1"], Progress]:
     """Chooses tokens along a draft, as far as it holds. `progress` is used up.
 
@@ -48,7 +47,7 @@ def verify_certain(
     def step(carry, window):
         progress, going = carry
         place, logits, drafted = window
-        chosen = choose(logits, rows, progress, with_top)
+        chosen = choose(logits, rows, progress)
         progress = advance(rows, progress, jnp.where(going, chosen.tokens, INVALID_TOKEN))
         holds = going & (place < num_drafted) & (chosen.tokens == drafted)
         return (progress, holds), (chosen, going)

@@ -93,7 +93,7 @@ class Layer(nn.Module):
         if self.may_restart:
             slot = depth // block_size
             bank = bank.at[slot].set(jnp.where(restart, current, bank[slot]))
-        out, cache = mixer(mixed, cache, superblock, spans)
+        out, cache = mixer(mixed, cache, spans.layer(superblock), spans)
         self.sow("intermediates", "mixer_out", out)
         current = jnp.where(restart, out, current + out) if self.may_restart else current + out
         weights = self.ffn_res_norm, self.ffn_res_proj, self.ffn_norm

@@ -17,10 +17,21 @@ from maxmoe.sharding import activation_axes, activation_spec, current_mesh
 
 @flax.struct.dataclass
 class Spans:
-    """The tokens of one call: row b holds `lengths[b]` real tokens from position `start[b]` on."""
+    """The tokens of one call: row b holds `lengths[b]` real tokens from position `start[b]` on.
+
+    Attributes:
+      row: Of a batch of `num_rows`, where the call is about that row alone and has caches as `one_row` lays them out;
+        None where it is about all rows.
+    """
 
     start: Int[Array, "B"]
     lengths: Int[Array, "B"]
+    row: Int[Array, ""] | None = None
+    num_rows: int = flax.struct.field(pytree_node=False, default=1)
+
+    def layer(self, superblock: Int[Array, ""]) -> Int[Array, ""]:
+        """Where a superblock's state lies along the first axis of caches."""
+        return superblock if self.row is None else superblock * self.num_rows + self.row
 
     def positions(self, num_tokens: int) -> Int[Array, "B T"]:
         """Position of each token; padding repeats that of the row's last real token, at least 0."""
@@ -161,6 +172,36 @@ def constrain_cache(cache: Cache) -> Cache:
 def slot_axes(mesh: Mesh | AbstractMesh, rows: LatentRows) -> tuple[str, ...]:
     """The mesh axes over which slots are split: whole groups of rows that lie together."""
     return activation_axes(mesh, axes.SLOTS, rows.shared.shape[2])
+
+
+def one_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """A batch of the one row, over the same memory: layers and rows share the first axis, see `Spans.layer`.
+
+    Steps on it read and write that row in place, where a slice would be a copy of all that the row holds.
+    """
+    stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), cache.stacks)
+    return Cache(lengths=jax.lax.dynamic_slice_in_dim(cache.lengths, row, 1), stacks=stacks)
+
+
+def whole_batch(cache: Cache, kept: Cache, row: Int[Array, ""]) -> Cache:
+    """The inverse of `one_row`: the batch that `cache` was, with the row as it is in `kept`."""
+    stacks = jax.tree.map(lambda leaf, new: new.reshape(leaf.shape), cache.stacks, kept.stacks)
+    lengths = jax.lax.dynamic_update_slice_in_dim(cache.lengths, kept.lengths, row, 0)
+    return constrain_cache(Cache(lengths=lengths, stacks=stacks))
+
+
+def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """The batch with one row as if nothing had been there: length, KDA and conv state are zero.
+
+    What lies in rows beyond a sequence's length is never read, whatever it is, so it stays.
+    """
+
+    def entry(kept):
+        if not isinstance(kept, KDACache):
+            return kept
+        return KDACache(conv=kept.conv.at[:, row].set(0), state=kept.state.at[:, row].set(0))
+
+    return constrain_cache(_map_entries(entry, cache.replace(lengths=cache.lengths.at[row].set(0))))
 
 
 def to_plain(cache: Cache) -> Cache:

@@ -73,19 +73,19 @@ class KDALayer(nn.Module):
     def decode(
         self, x: Float[Array, "B 1 D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
     ) -> tuple[Float[Array, "B 1 D"], KDACache]:
-        """Mixes one token."""
-        del spans  # every row has one token
+        """Mixes one token; rows without one keep their state."""
         tokens = tuple(a[:, 0] for a in (*self._projections(x), linear(x, self.gate_proj)))
         name = dispatch.for_op("kda_decode", self.implementation)
         mix = functools.partial(_mix_token, self.config, self.norm_eps, name)
-        args = (tokens, self._constants(), self.out_norm, cache.conv, cache.state, layer)
+        args = (tokens, self._constants(), self.out_norm, cache.conv, cache.state, layer, spans.lengths > 0)
         if (mesh := current_mesh()) is None:
             out, conv, state = mix(*args)
         else:
             batch, _, heads = self._axes(mesh, x)
             wide = PartitionSpec(batch, heads)
             kept = PartitionSpec(None, batch, None, None, heads), PartitionSpec(None, batch, heads)
-            in_specs = ((wide,) * 6, _constant_specs(heads), PartitionSpec(), *kept, PartitionSpec())
+            row = PartitionSpec(batch)
+            in_specs = ((wide,) * 6, _constant_specs(heads), PartitionSpec(), *kept, PartitionSpec(), row)
             out, conv, state = shard_map(mix, in_specs, (wide, *kept))(*args)
         return linear(out[:, None], self.out_proj), KDACache(conv=conv, state=state)
 
@@ -148,7 +148,7 @@ def _convolve(x, taps, before, lengths, seq_axis):
     return short_conv_over_shards(x, taps, before, lengths, seq_axis)
 
 
-def _mix_token(config, norm_eps, implementation, tokens, constants, out_norm, conv, state, layer):
+def _mix_token(config, norm_eps, implementation, tokens, constants, out_norm, conv, state, layer, active):
     """One token of some of the heads, on the states of all L stacked layers. Returns outputs, conv and state."""
     batch = state.shape[1]
     out, new_state, new_conv = kda_decode(
@@ -159,7 +159,7 @@ def _mix_token(config, norm_eps, implementation, tokens, constants, out_norm, co
         out_norm,
         state.reshape(-1, *state.shape[2:]),
         conv.reshape(-1, *conv.shape[2:]),
-        layer * batch + jnp.arange(batch),
+        jnp.where(active, layer * batch + jnp.arange(batch), -1),
         lower_bound=config.gate_lower_bound,
         norm_eps=norm_eps,
         implementation=implementation,

@@ -2,12 +2,12 @@
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe import axes
 from maxmoe.config import ModelConfig
 from maxmoe.model.block import Stack
-from maxmoe.model.cache import Cache, Spans, constrain_cache, make_cache
+from maxmoe.model.cache import Cache, Spans, constrain_cache, make_cache, one_row, whole_batch
 from maxmoe.model.stacks import plan_stacks
 from maxmoe.ops.attn_res import mix
 from maxmoe.ops.linear import linear
@@ -61,12 +61,25 @@ class Transformer(nn.Module):
         hidden, cache = self._run("prefill", ids, cache, Spans(start=cache.lengths, lengths=lengths))
         return self._last_logits(hidden, lengths), cache
 
-    def decode(self, token: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+    def prefill_row(
+        self, ids: Int[Array, "1 T"], cache: Cache, length: Int[Array, ""], row: Int[Array, ""]
+    ) -> tuple[Float[Array, "1 V"], Cache]:
+        """`prefill` of one row of a batch; the other rows have no part in it."""
+        kept, lengths = one_row(cache, row), length[None]
+        spans = Spans(start=kept.lengths, lengths=lengths, row=row, num_rows=cache.batch_size)
+        hidden, kept = self._run("prefill", ids, kept, spans)
+        return self._last_logits(hidden, lengths), whole_batch(cache, kept, row)
+
+    def decode(
+        self, token: Int[Array, "B"], cache: Cache, active: Bool[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends one token to each row. Returns the logits after it, and the cache.
 
-        A row whose cache was already full gets NaN logits: its token could not be kept.
+        A row whose cache was already full gets NaN logits: its token could not be kept. Where `active` is given,
+        the other rows are left as they are, and their logits mean nothing.
         """
-        spans = Spans(start=cache.lengths, lengths=jnp.ones_like(cache.lengths))
+        ones = jnp.ones_like(cache.lengths)
+        spans = Spans(start=cache.lengths, lengths=ones if active is None else active.astype(ones.dtype))
         max_len = cache.max_len
         hidden, cache = self._run("decode", token[:, None], cache, spans)
         return self._kept_logits(hidden, spans, max_len), cache
@@ -94,8 +107,8 @@ class Transformer(nn.Module):
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             current, bank, caches = getattr(stack, method)(current, bank, caches, spans)
             new_stacks.append(caches)
-        cache = constrain_cache(Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks)))
-        return self.final_hidden(current, bank), cache
+        cache = Cache(lengths=spans.start + spans.lengths, stacks=tuple(new_stacks))
+        return self.final_hidden(current, bank), cache if spans.row is not None else constrain_cache(cache)
 
     def final_hidden(self, current: Float[Array, "B T D"], bank: Float[Array, "A B T D"]) -> Float[Array, "B T D"]:
         """What the head is applied to, from what the last layer gave."""

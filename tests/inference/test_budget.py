@@ -62,7 +62,7 @@ def _stream(budgets, state, wanted):
 def _run(markers, budgets, prompts, wanted):
     params = [SamplingParams(thinking_token_budget=budget) for budget in budgets]
     arrays = [np.array(prompt, np.int32) for prompt in prompts]
-    start = start_thinking(markers, params, arrays, [np.zeros(0, np.int32)] * len(arrays))
+    start = start_thinking(markers, params, arrays, [None] * len(arrays))
     tokens, forced, thinking, answer = (np.array(array).T for array in _stream(*start, jnp.asarray(wanted)))
     return tokens, forced, thinking, answer
 
@@ -156,7 +156,7 @@ def test_single_ids_are_markers_too():
 
 
 def test_negative_token_changes_nothing():
-    budgets, state = start_thinking(SMALL, [SamplingParams()], [np.array([1, 2, 3])], [np.zeros(0, np.int32)])
+    budgets, state = start_thinking(SMALL, [SamplingParams()], [np.array([1, 2, 3])], [None])
     after = follow(budgets, state, jnp.array([-1]))
     assert [array.tolist() for array in after] == [array.tolist() for array in state]
 

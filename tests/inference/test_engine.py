@@ -200,7 +200,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("prompts", "params_of", "message"), REFUSED)
 def test_generate_refuses_before_anything_runs(engine, monkeypatch, prompts, params_of, message):
-    monkeypatch.setattr(Engine, "_run", None)
+    monkeypatch.setattr(Engine, "_loop", None)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, params_of)
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmoe.inference.budget import ThinkingMarkers
-from maxmoe.inference.next_token import choose, lay_out, next_tokens
+from maxmoe.inference.budget import ThinkingMarkers, ThinkingState
+from maxmoe.inference.next_token import NOTHING_SAID, Said, choose, lay_out, next_tokens
 from maxmoe.inference.sampling_params import SamplingParams
 
 VOCAB = 29
@@ -29,7 +29,7 @@ def _lay_out(numbers, markers=MARKERS, said=None):
 def _answers(numbers, count=12, markers=MARKERS, said=None):
     rows, progress = jax.device_put(_lay_out(numbers, markers, said))
     before = [PROMPTS[i] for i in numbers]
-    before = before if said is None else [np.append(*pair) for pair in zip(before, said, strict=True)]
+    before = before if said is None else [np.append(ids, row.ids) for ids, row in zip(before, said, strict=True)]
     tokens, answers = np.array([ids[-1] for ids in before]), []
     for _ in range(count):
         chosen, progress = next_tokens(jnp.asarray(TABLE[tokens]), rows, progress)
@@ -53,9 +53,11 @@ def test_answers_go_on_after_a_break_and_while_others_wait():
         chosen, progress = next_tokens(jnp.asarray(TABLE[tokens]), rows, progress, active=active)
         tokens = np.where(active, chosen.tokens, tokens)
         said.append(tokens)
+        state = jax.device_get(chosen.thought.state)
     assert progress.positions.tolist() == [7, 8, 8, 1]
-    answers = [*np.array(said).T[:3], np.zeros(0, np.int32)]
-    assert [answer.tolist() for answer in answers] == [row[:5] for row in whole[:3]] + [[]]
+    reached = [ThinkingState(*(column[row] for column in state)) for row in range(3)]
+    answers = [*map(Said, np.array(said).T[:3], reached), NOTHING_SAID]
+    assert [answer.ids.tolist() for answer in answers] == [row[:5] for row in whole[:3]] + [[]]
     assert _answers([0, 1, 2, 3], 7, said=answers) == [row[5:] for row in whole[:3]] + [whole[3][:7]]
 
 
@@ -69,7 +71,7 @@ def test_the_rows_do_what_they_ask():
 def test_logprobs_are_the_models_own():
     rows, progress = jax.device_put(_lay_out([0, 2]))
     logits = jnp.asarray(TABLE[[8, 11]])
-    chosen, _ = next_tokens(logits, rows, progress, with_top=True)
+    chosen, _ = next_tokens(logits, rows, progress)
     own = np.array(jax.nn.log_softmax(logits))
     # Sums of 29 terms may be ordered otherwise.
     np.testing.assert_allclose(chosen.logprobs, own[[0, 1], chosen.tokens], rtol=0, atol=2e-6)
@@ -112,15 +114,21 @@ def _wide(params, markers=None):
 def test_what_nobody_asks_for_costs_nothing():
     plain = [SamplingParams()] * 2
     rows, progress = _lay_out([3], markers=None)
-    assert progress.counts is None and rows.bias is rows.penalties is rows.early_stops is rows.budgets is None
+    assert progress.counts is rows.extras is rows.budgets is None
     without = _wide(plain)
     assert _wide(plain, MARKERS) == without  # thinking is counted without looking at the vocabulary
     assert _wide([SamplingParams(thinking_token_budget=1), SamplingParams()], MARKERS) == without
     assert _wide([SamplingParams(presence_penalty=1.0), SamplingParams()]) > without
 
 
-def test_tables_of_the_vocabulary_are_there_for_penalties_alone():
-    sizes = [
-        sum(leaf.size for leaf in jax.tree.leaves(_lay_out([number])) if VOCAB in leaf.shape) for number in range(4)
-    ]
-    assert sizes == [2 * VOCAB, 2 * VOCAB, 0, 0]
+def test_a_step_is_one_of_two_programs():
+    """Whatever rows ask for, shapes are those of no extras or of all."""
+    asked = [{"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2, "stop_ids": (5, 6)}]
+    asked += [{"top_logprobs": 2}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}, {"repetition_penalty": 2.0}]
+    asked += [{}, {"temperature": 0.3, "top_k": 4}, {"thinking_token_budget": 4}]
+    shapes = set()
+    for fields in asked:
+        params = [SamplingParams(**fields), SamplingParams()]
+        start = lay_out(params, PROMPTS[:2], [0, 1], [frozenset({0, *p.stop_ids}) for p in params], VOCAB, MARKERS)
+        shapes.add((jax.tree.structure(start), *((x.shape, x.dtype) for x in jax.tree.leaves(start))))
+    assert len(shapes) == 2

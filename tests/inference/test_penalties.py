@@ -20,11 +20,8 @@ def _adjusted(logits, params, prompts, answers, stop_ids=frozenset()):
     positions = jnp.array(
         [len(prompt) + sum(t >= 0 for t in row) for prompt, row in zip(prompts, answers, strict=True)]
     )
-    early = penalties.stack_early_stops(params, [stop_ids] * len(params), lengths)
-    stacked = penalties.stack_penalties(params)
-    return np.array(
-        penalties.adjust(jnp.asarray(logits), positions, penalties.stack_biases(params), stacked, counts, early)
-    )
+    extras = penalties.stack_extras(params, [stop_ids] * len(params), lengths)
+    return np.array(penalties.adjust(jnp.asarray(logits), positions, extras, counts))
 
 
 def _by_definition(logits, params, prompt, answer, stop_ids=frozenset()):
@@ -89,15 +86,7 @@ def test_adjust_keeps_nan_and_bans_infinity():
     assert np.isnan(adjusted[0, 0]) and adjusted[0, 1] == -np.inf
 
 
-def test_parts_that_nobody_asks_for_are_not_there():
+def test_extras_that_nobody_asks_for_are_not_there():
     rows = [PLAIN, SamplingParams(temperature=0.0, top_k=3, stop_ids=(3,), max_tokens=9)]
-    assert penalties.stack_penalties(rows) is None and penalties.stack_biases(rows) is None
-    assert penalties.stack_early_stops(rows, [frozenset()] * 2, [1, 1]) is None
-
-
-def test_widths_come_from_a_short_list():
-    widths = {
-        penalties.stack_biases([SamplingParams(logit_bias=dict.fromkeys(range(size), 1.0))]).ids.shape[1]
-        for size in (1, 2, 4, 5, 16, 17, 300, 1024)
-    }
-    assert widths == {1, 4, 16, 64, 1024}
+    assert penalties.stack_extras(rows, [frozenset()] * 2, [1, 1]) is None
+    assert penalties.stack_extras([*rows, SamplingParams(top_logprobs=1)], [frozenset()] * 3, [1, 1, 1]) is not None

@@ -15,7 +15,7 @@ import pytest
 
 import maxmoe as mm
 from maxmoe.inference.engine import Engine
-from maxmoe.inference.run import interrupts_wait
+from maxmoe.inference.interrupts import interrupts_wait
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.params import PACKED, SCALE, abstract_params
 
@@ -126,8 +126,8 @@ def test_session_after_an_interrupt_holds_the_steps_of_its_run(place, monkeypatc
 
 
 def test_session_of_an_engine_that_does_not_run_ahead_is_the_same(session, monkeypatch):
-    assert Engine._runs_ahead
-    monkeypatch.setattr(Engine, "_runs_ahead", False)
+    assert Engine.runs_ahead
+    monkeypatch.setattr(Engine, "runs_ahead", False)
     assert _bits(_interrupted()) == _bits(session)
 
 
@@ -180,8 +180,8 @@ def test_ctrl_c_waits_for_the_step(session, ctrl_c):
     """It arrives when the old state has given its memory away and the new one is not in place."""
 
     class Interrupted(Engine):
-        def _decode_token(self, token, cache, active):
-            out = super()._decode_token(token, cache, active)
+        def decode_token(self, token, cache, active):
+            out = super().decode_token(token, cache, active)
             if int(out[1].lengths[0]) == len(PROMPT) + BEFORE:
                 os.kill(os.getpid(), signal.SIGINT)
             return out

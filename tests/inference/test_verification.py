@@ -56,10 +56,10 @@ def test_verify_certain_gives_the_tokens_of_no_draft():
             count = int(taken[row].sum())
             assert taken[row, :count].all() and 1 <= count <= num_drafted[row] + 1
             lengths.add(count)
-            thought = [np.array(part)[row, count - 1] for part in chosen.thought[:2]]
+            thought = [np.array(part)[row, count - 1] for part in chosen.thought.state]
             answer += chosen.tokens[row, :count].tolist()
             same = steps[len(answer) - 1].thought if len(answer) <= 40 else None
-            assert same is None or thought == [same.num_thinking[row], same.num_answer[row]]
+            assert same is None or thought == [part[row] for part in same.state]
             np.testing.assert_array_equal(progress.positions[row], PROMPTS[row].size + len(answer))
     assert all(answer[:30] == right[:30] for answer, right in zip(answers, expected, strict=True))
     assert {1, WIDTH + 1} <= lengths
