@@ -1,6 +1,6 @@
 """The chat side of a command: its flags, the conversation they begin, and how an answer is shown.
 
-On a terminal, thinking is dim and the answer is not. Elsewhere only the answer is written, with tool calls after it.
+On a terminal, thinking, tool calls and their results are dim, and the answer is not. Elsewhere thinking is left out.
 """
 
 import json
@@ -13,9 +13,10 @@ from absl import flags
 
 from maxmoe import chat, terminal
 from maxmoe.chat.tokenizer import Tokenizer
+from maxmoe.chat.tools import BUILT_IN, Toolbox
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
-_FLAGS = ("effort", "system", "messages", "interactive")
+_FLAGS = ("effort", "system", "messages", "tools", "interactive")
 
 
 def define_flags() -> None:
@@ -32,6 +33,14 @@ def define_flags() -> None:
         None,
         "Chat, and go on with the conversation in this JSON file: a list of messages, or an object with messages, "
         "tools and whatever else of an OpenAI-compatible request decides its prompt. --prompt adds a user's message.",
+    )
+    flags.DEFINE_list(
+        "tools",
+        None,
+        f"Chat, with these tools, which are run here when the model calls them: {', '.join(BUILT_IN)}.",
+    )
+    flags.DEFINE_integer(
+        "max_tool_rounds", 8, "How many times in a row an answer may call tools before it ends.", lower_bound=1
     )
     flags.DEFINE_boolean(
         "interactive",
@@ -56,25 +65,40 @@ def has_messages() -> bool:
     return is_interactive() or flags.FLAGS["messages"].value is not None
 
 
-def check_flags(resumes: bool, is_alone: bool) -> None:
+def check_flags(resumes: bool, is_alone: bool, num_processes: int = 1) -> None:
     """Refuses flags of a chat beside others that do not go with them.
 
     Args:
       resumes: Whether a session of text is continued.
       is_alone: Whether a single process answers, and nothing is made of its answer.
+      num_processes: That answer together.
     """
+    toolbox_from_flags()
     if is_asked_for() and resumes:
         raise NotImplementedError("--resume_session continues text: leave it out, or the flags of a chat")
     if is_interactive() and not is_alone:
         raise NotImplementedError(
             "--interactive talks with a person in one process: leave out that, or --json, --save_session and others"
         )
+    if flags.FLAGS["tools"].value and num_processes > 1:
+        raise NotImplementedError(f"--tools runs in one process, and there are {num_processes}: leave it out")
+
+
+def toolbox_from_flags() -> Toolbox | None:
+    """The tools of --tools; None without. ValueError for a name that is unknown or comes twice."""
+    names = flags.FLAGS["tools"].value
+    if not names:
+        return None
+    try:
+        return Toolbox.built_in(names)
+    except ValueError as error:
+        raise ValueError(f"--tools={','.join(names)}: {error}") from error
 
 
 def request_from_flags(prompt: str) -> dict[str, Any]:
     """The request that the flags and a prompt make: --system, --messages, then the prompt as the user's message.
 
-    Raises: ValueError for a file that holds no conversation, or two system messages.
+    Raises: ValueError for a file that holds no conversation, two system messages, or two tools of one name.
     """
     values = flags.FLAGS
     request = {"messages": []} if values["messages"].value is None else _read_request(Path(values["messages"].value))
@@ -88,12 +112,23 @@ def request_from_flags(prompt: str) -> dict[str, Any]:
     if prompt:
         messages.append({"role": "user", "content": prompt})
     request["messages"] = messages
+    if (toolbox := toolbox_from_flags()) is not None:
+        declared = toolbox.declarations()
+        if repeated := _names(request.get("tools") or []) & _names(declared):
+            raise ValueError(f"--tools: {values['messages'].value} has {', '.join(repeated)} already; leave out one")
+        request["tools"] = [*(request.get("tools") or []), *declared]
     if values["effort"].value is not None:
         request = {
             key: value for key, value in request.items() if "thinking" not in key and key != "chat_template_kwargs"
         }
         request["reasoning_effort"] = values["effort"].value
     return request
+
+
+def _names(tools: Sequence[Any]) -> set[str]:
+    """Of declared functions; what is none of them, the encoding refuses."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return {str(function.get("name")) for function in functions if isinstance(function, Mapping)}
 
 
 def _read_request(file: Path) -> dict[str, Any]:
@@ -113,7 +148,11 @@ def _read_request(file: Path) -> dict[str, Any]:
 
 
 class Conversation:
-    """A request whose history grows by each answer and each question."""
+    """A request whose history grows by each answer, each result of a tool and each question.
+
+    Attributes:
+      turn: The messages since the last question: answers that called tools, and the results.
+    """
 
     def __init__(
         self, request: dict[str, Any], tokenizer: Tokenizer, max_len: int, tell: Callable[[str], None], styled: bool
@@ -125,6 +164,12 @@ class Conversation:
           tell: Called with each new warning about the history.
           styled: Whether to show answers for a person, thinking included.
         """
+        self._toolbox = toolbox_from_flags()
+        self._elsewhere: set[str] = set()  # tools that others run
+        if self._toolbox is not None:
+            self._elsewhere = _names(request.get("tools") or []) - _names(self._toolbox.declarations())
+        self.turn: list[dict[str, Any]] = []
+        self._num_rounds = 0
         self._request, self._tokenizer, self._max_len, self._tell = request, tokenizer, max_len, tell
         self._styled = styled
         self._told: set[str] = set()
@@ -143,6 +188,7 @@ class Conversation:
                 return False
             if line.strip():
                 self._request["messages"].append({"role": "user", "content": line})
+                self.turn, self._num_rounds = [], 0
                 return True
 
     def next_answer(self) -> "Answer":
@@ -159,9 +205,28 @@ class Conversation:
         """What reads the answer that was begun last: the detokenizer of an engine."""
         return self._reader
 
-    def add(self, message: dict[str, Any]) -> None:
-        """Adds an answer."""
-        self._request["messages"].append(message)
+    def add(self, *messages: dict[str, Any]) -> None:
+        """Adds an answer, or what follows it."""
+        self._request["messages"] += messages
+
+    def run_tools(self, message: dict[str, Any]) -> str | None:
+        """Runs the tools that an answer calls, and adds it and their results; returns what to show of these.
+
+        None, and nothing is run, where it calls a tool that is run elsewhere, or after --max_tool_rounds.
+        """
+        calls = message["tool_calls"]
+        if self._toolbox is None or any(call["function"]["name"] in self._elsewhere for call in calls):
+            return None
+        allowed = flags.FLAGS["max_tool_rounds"].value
+        if self._num_rounds == allowed:
+            self._tell(f"the model calls tools again, after {allowed} times: --max_tool_rounds allows no more")
+            return None
+        self._num_rounds += 1
+        results = self._toolbox.run(calls)
+        self.add(message, *results)
+        self.turn = [*self.turn, message, *results]
+        shown = "".join(f"\n-> {result['content']}" for result in results)
+        return f"{_DIM}{terminal.without_controls(shown)}{_NORMAL}\n" if self._styled else f"{shown}\n"
 
 
 class Answer:
@@ -203,13 +268,15 @@ class Answer:
         if channel == "tool_calls":
             function = value[0]["function"]
             value = (f"\n{function['name']} " if "name" in function else "") + function["arguments"]
-        return self._switch("content") + (terminal.without_controls(value) if self._styled else value)
+        return self._switch(channel) + (terminal.without_controls(value) if self._styled else value)
 
     def _switch(self, channel: str) -> str:
-        if not self._styled or channel == self._channel:
-            return ""
+        """What stands between two channels on a terminal; all but the content is dim."""
+        was_dim, is_dim = self._channel != "content", channel != "content"
         self._channel = channel
-        return _DIM if channel == "reasoning_content" else _NORMAL + "\n"
+        if not self._styled or was_dim == is_dim:
+            return ""
+        return _DIM if is_dim else _NORMAL + "\n"
 
 
 def has_markers(tokenizer: Tokenizer) -> bool:

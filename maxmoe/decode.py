@@ -9,12 +9,14 @@
     python -m maxmoe.decode --checkpoint DIR --effort low --system 'Answer in French.' --prompt 'What is a monad?'
     python -m maxmoe.decode --checkpoint DIR --messages conversation.json
     python -m maxmoe.decode --checkpoint DIR --interactive
+    python -m maxmoe.decode --checkpoint DIR --tools calculator,clock --prompt 'How many seconds are left of this year?'
     python -m maxmoe.decode --checkpoint DIR --mesh expert=4,tensor=2 --prompt 'On eight devices'
     srun python -m maxmoe.decode --checkpoint DIR --mesh expert=64 --prompt 'On the devices of several hosts'
 
 The prompt is plain text that the model continues, and control tokens are not read from it. --effort, --system,
---messages and --interactive begin a chat, in which it is a message of the user; on a terminal, thinking is dim. After
-the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per second.
+--messages, --tools and --interactive begin a chat, in which it is a message of the user; on a terminal, thinking and
+tool calls are dim. After the answer comes one line: prompt tokens, new tokens, seconds to the first token, tokens per
+second.
 
 On several hosts the same command runs on each, as SLURM, Open MPI, Kubernetes or a TPU slice start it. Process 0 prints
 the answer. Where one fails, is gone or was told something else, all end.
@@ -27,11 +29,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from typing import Any
 from absl import app, flags
 
 from maxmoe import conversation, distributed, model_flags, terminal
+from maxmoe.answer_report import AnswerReport, collect
 from maxmoe.command_line import flags_parser
 from maxmoe.inference import sampling_flags
 
@@ -77,48 +78,6 @@ for _module in (model_flags, conversation, sampling_flags, distributed):
     flags.adopt_module_key_flags(_module)
 
 
-@dataclasses.dataclass
-class _Answer:
-    """What has been generated so far. Times are in seconds since the engine was asked."""
-
-    num_prompt_tokens: int
-    seed: int
-    text: str = ""
-    message: dict[str, Any] | None = None  # of a chat
-    ids: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: str = "interrupted"
-    times: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Rate after the first token; None for fewer than two."""
-        return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else None
-
-    def summary(self) -> str:
-        first = f"first after {self.times[0]:.2f} s, " if self.times else ""
-        rate = f"{self.tokens_per_s:.1f} tokens/s, " if self.tokens_per_s else ""
-        return (
-            f"[{self.num_prompt_tokens} prompt tokens, {len(self.ids)} new tokens, {first}{rate}"
-            f"ended by {self.finish_reason}, seed {self.seed}]"
-        )
-
-    def as_json(self) -> str:
-        chat = {} if self.message is None else {"message": self.message}
-        return json.dumps(
-            chat
-            | {
-                "text": self.text,
-                "ids": self.ids,
-                "finish_reason": self.finish_reason,
-                "num_prompt_tokens": self.num_prompt_tokens,
-                "num_new_tokens": len(self.ids),
-                "first_token_s": self.times[0] if self.times else None,
-                "tokens_per_s": self.tokens_per_s,
-                "seed": self.seed,
-            }
-        )
-
-
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     try:
@@ -147,6 +106,7 @@ def _decode(argv: list[str]) -> int:
     conversation.check_flags(
         resumes=_RESUME_SESSION.value is not None,
         is_alone=job.num_processes == 1 and not _JSON.value and _SAVE_SESSION.value is None,
+        num_processes=job.num_processes,
     )
     prompt = _read_prompt()
     with model_flags.checkpoint_folder(functools.partial(_tell, job)) as folder:
@@ -175,7 +135,7 @@ def _read_prompt() -> str:
         raise ValueError(f"--prompt_file={name} is not UTF-8 text: see byte {error.start}") from error
 
 
-def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
+def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> AnswerReport:
     """Loads the checkpoint and answers, streaming the text unless --json is given."""
     # Imported here, so that --help and mistakes in the flags answer at once.
     from maxmoe.chat.tokenizer import StreamDecoder, load_tokenizer
@@ -219,14 +179,13 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
         settings = {"max_len": max_len, "thinking": thinking}
         settings["detokenizer"] = functools.partial(StreamDecoder, tokenizer) if talk is None else talk.reader
         engine = _make_engine(folder, model, mesh, settings, opened)
-        answer = _Answer(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
+        answer = AnswerReport(num_prompt_tokens=len(past) + len(ids), seed=params.seed)
         write = (_terminal_writer() if talk is None else terminal.write) if shows else lambda text: None
         run = engine.stream(ids, params) if session is None else engine.resume(session, ids, params)
-        _collect(run, answer, write)
+        collect(run, answer, write)
         if talk is not None:
             answer.message, answer.finish_reason = reader.message(answer.finish_reason)
-        if conversation.is_interactive():
-            answer = _go_on_talking(talk, engine, run, answer, params)
+            run, answer = _go_on_talking(talk, engine, run, answer, params, write)
         if answer.finish_reason == "interrupted" and job.num_processes > 1:
             distributed.fail("interrupted by Ctrl-C")  # the others wait for this one in a step
         elif _SAVE_SESSION.value is not None:
@@ -236,17 +195,30 @@ def _answer(folder: str | Path, prompt: str, job: distributed.Job) -> _Answer:
     return answer
 
 
-def _go_on_talking(talk: conversation.Conversation, engine: Any, run: Any, answer: _Answer, params: Any) -> _Answer:
-    """Answers line after line, until the input ends. Returns the last answer."""
+def _go_on_talking(
+    talk: conversation.Conversation,
+    engine: Any,
+    run: Any,
+    answer: AnswerReport,
+    params: Any,
+    write: Callable[[str], None],
+) -> tuple[Any, AnswerReport]:
+    """Answers the results of tools and, with --interactive, line after line. Returns the last run and its answer."""
     while True:
-        print("\n" + answer.summary(), flush=True)
-        talk.add(answer.message)
-        if not talk.ask():
-            return answer
+        results = talk.run_tools(answer.message) if answer.finish_reason == "tool_calls" else None
+        if results is not None:
+            write(results)
+        elif not conversation.is_interactive():
+            return run, answer
+        else:
+            print("\n" + answer.summary(), flush=True)
+            talk.add(answer.message)
+            if not talk.ask():
+                return run, answer
         reader = talk.next_answer()
         run = conversation.go_on(engine, run, reader.prompt_ids, params)
-        answer = _Answer(num_prompt_tokens=len(reader.prompt_ids), seed=params.seed)
-        _collect(run, answer, terminal.write)
+        answer = AnswerReport(num_prompt_tokens=len(reader.prompt_ids), seed=params.seed, turn=talk.turn)
+        collect(run, answer, write)
         answer.message, answer.finish_reason = reader.message(answer.finish_reason)
 
 
@@ -314,27 +286,6 @@ def _save_session(run: Any, model: Any, fingerprint: str | None) -> str:
         raise ValueError(f"--save_session={_SAVE_SESSION.value}: nothing was saved: {error}") from error
     save_session(_SAVE_SESSION.value, session, model, weights_fingerprint=fingerprint)
     return f"saved {session.num_tokens} tokens to {_SAVE_SESSION.value}"
-
-
-def _collect(run: Any, answer: _Answer, write: Callable[[str], None]) -> None:
-    """Adds the steps of a run to the answer and writes their text as it comes, until the end or Ctrl-C."""
-    began = time.perf_counter()
-
-    def add(text: str) -> None:
-        answer.text += text
-        write(text)
-
-    try:
-        for step in run:
-            answer.times.append(time.perf_counter() - began)
-            if not step.is_stop_id:
-                answer.ids.append(step.token_id)
-            add(step.text)
-            if step.finish_reason is not None:
-                answer.finish_reason = step.finish_reason
-    except KeyboardInterrupt:
-        pass
-    add(run.finish_text())
 
 
 def _terminal_writer() -> Callable[[str], None]:

@@ -11,8 +11,9 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from maxmoe import chat, conversation, decode
+from maxmoe import answer_report, chat, conversation, decode
 from maxmoe.chat.tokenizer import ByteTokenizer
+from maxmoe.chat.tools import Toolbox
 
 _BYTES = ByteTokenizer(512)
 _TINY_K3 = Path(__file__).parent / "golden/tiny_k3"  # without markers in its vocabulary
@@ -110,9 +111,9 @@ def test_answer_is_shown_without_its_thinking_where_a_program_reads():
     assert _shown(_talk([_USER], tools=_TOOLS).next_answer()) == 'so\n\nf {"a": "x"}'
 
 
-def test_thinking_is_dim_on_a_terminal_and_controls_are_pictures():
+def test_thinking_and_calls_are_dim_on_a_terminal_and_controls_are_pictures():
     shown = _shown(_talk([_USER], tools=_TOOLS, styled=True).next_answer())
-    assert shown == '\x1b[2mwhy␛\x1b[0m\nso\n\nf {"a": "x"}'
+    assert shown == '\x1b[2mwhy␛\x1b[0m\nso\n\x1b[2m\nf {"a": "x"}\x1b[0m\n'
 
 
 def test_answer_that_only_thinks_ends_with_normal_letters():
@@ -164,6 +165,124 @@ def test_interactive_takes_lines_until_the_input_ends(given, monkeypatch):
     assert not talk.ask() and len(messages) == 3
     with pytest.raises(ValueError, match="before there was a question"):
         _talk([])
+
+
+# --- tools that are run here
+
+
+def _calling(name, arguments):
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": f"{name}_0", "type": "function", "function": function}]
+    return {"role": "assistant", "reasoning_content": "r", "content": None, "tool_calls": calls}
+
+
+_SIX_TIMES_SEVEN = _calling("calculator", '{"expression": "6 * 7"}')
+_RESULT = {"role": "tool", "tool_call_id": "calculator_0", "content": "42"}
+
+
+def test_tools_are_declared_beside_those_of_the_file(given, tmp_path):
+    given("--tools=clock,calculator", _file(tmp_path, {"messages": [_USER], "tools": _TOOLS}))
+    assert conversation.is_asked_for()
+    names = [tool["function"]["name"] for tool in conversation.request_from_flags("")["tools"]]
+    assert names == ["f", "clock", "calculator"]
+    given("--tools=f")
+    with pytest.raises(ValueError, match=r"--tools=f: no tool is named 'f'; there are calculator, clock"):
+        conversation.check_flags(resumes=False, is_alone=True)
+    clock = [{"type": "function", "function": {"name": "clock"}}]
+    given("--tools=clock", _file(tmp_path, {"messages": [_USER], "tools": clock}))
+    with pytest.raises(ValueError, match="has clock already"):
+        conversation.request_from_flags("")
+    with pytest.raises(NotImplementedError, match="runs in one process, and there are 2"):
+        conversation.check_flags(resumes=False, is_alone=False, num_processes=2)
+
+
+@pytest.mark.parametrize(("styled", "shown"), [(False, "\n-> 42\n"), (True, "\x1b[2m\n-> 42\x1b[0m\n")])
+def test_calls_are_run_and_go_into_the_history(given, styled, shown):
+    given("--tools=calculator")
+    messages = [_USER]
+    talk = _talk(messages, styled=styled)
+    assert talk.run_tools(_SIX_TIMES_SEVEN) == shown
+    assert talk.turn == messages[1:] == [_SIX_TIMES_SEVEN, _RESULT]
+
+
+def test_calls_of_tools_elsewhere_are_not_run(given):
+    given("--tools=calculator")
+    messages = [_USER]
+    assert _talk(messages, tools=_TOOLS).run_tools(_calling("f", "{}")) is None
+    assert messages == [_USER]
+    assert "no tool is named 'g'" in _talk(messages, tools=_TOOLS).run_tools(_calling("g", "{}"))
+
+
+def test_no_call_is_run_that_nobody_asked_to_run(given):
+    given("--effort=low")
+    assert _talk([_USER]).run_tools(_SIX_TIMES_SEVEN) is None
+
+
+def test_rounds_of_tools_end_and_begin_anew_with_a_question(given, monkeypatch):
+    given("--tools=calculator", "--max_tool_rounds=2")
+    told = []
+    talk = _talk([_USER], told.append)
+    assert [talk.run_tools(_SIX_TIMES_SEVEN) is None for _ in range(3)] == [False, False, True]
+    assert told == ["the model calls tools again, after 2 times: --max_tool_rounds allows no more"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
+    assert talk.ask() and talk.turn == []
+    assert talk.run_tools(_SIX_TIMES_SEVEN) is not None
+
+
+class _ScriptedEngine:
+    """Says texts, one per prompt."""
+
+    def __init__(self, talk, *texts):
+        self._talk, self._texts, self.prompts = talk, list(texts), []
+
+    def stream(self, prompt_ids, params):
+        self.prompts.append(list(prompt_ids))
+        return _ScriptedRun(self._talk.reader(), _BYTES.encode(self._texts.pop(0), allow_special=True))
+
+
+class _ScriptedRun:
+    def __init__(self, reader, ids):
+        self._reader, self._ids = reader, ids
+
+    def __iter__(self):
+        for i in self._ids:
+            yield SimpleNamespace(token_id=i, text=self._reader.feed([i]), is_stop_id=False, finish_reason=None)
+        end = _BYTES.end_of_msg_id
+        yield SimpleNamespace(token_id=end, text=self._reader.feed([end]), is_stop_id=True, finish_reason="stop")
+
+    def finish_text(self):
+        return self._reader.finish()
+
+    def session(self):
+        raise RuntimeError("none")
+
+
+def test_model_that_calls_a_tool_answers_with_its_result(given):
+    given("--tools=calculator", "--effort=low")
+    talk = _talk(
+        [_USER], **{key: value for key, value in conversation.request_from_flags("").items() if key != "messages"}
+    )
+    call = _WHOLE.replace('"f"', '"calculator"').replace('key="a"', 'key="expression"').replace(">x<", ">6 * 7<")
+    answer = "<|close|>think<|sep|><|open|>response<|sep|>It is 42.<|close|>response<|sep|><|close|>message<|sep|>"
+    engine = _ScriptedEngine(talk, call, answer)
+    reader = talk.next_answer()
+    run = engine.stream(reader.prompt_ids, None)
+    report, written = answer_report.AnswerReport(num_prompt_tokens=1, seed=5), []
+    answer_report.collect(run, report, written.append)
+    report.message, report.finish_reason = reader.message(report.finish_reason)
+    params = SimpleNamespace(seed=5)
+    _, last = decode._go_on_talking(talk, engine, run, report, params, written.append)
+    assert "".join(written) == 'so\n\ncalculator {"expression": "6 * 7"}\n-> 42\nIt is 42.'
+    shown = json.loads(last.as_json())
+    assert (shown["text"], shown["finish_reason"], shown["seed"]) == ("It is 42.", "stop", 5)
+    roles = [message["role"] for message in shown["messages"]]
+    assert roles == ["assistant", "tool", "assistant"] and shown["messages"][1]["content"] == "42"
+    assert shown["messages"][0]["reasoning_content"] == "why\x1b"
+    first, second = engine.prompts
+    asked = [_USER, *shown["messages"][:2]]
+    request = {"messages": asked, "tools": Toolbox.built_in(["calculator"]).declarations(), "reasoning_effort": "low"}
+    assert second == chat.encode(request, _BYTES) and shown["num_prompt_tokens"] == len(second)
+    assert second[: len(first)] == first
 
 
 # --- going on from the state of the last answer
@@ -229,6 +348,7 @@ def test_decode_answers_a_chat(capsys, monkeypatch, tmp_path):
         (["--prompt="], "messages is empty"),
         (["--messages=no/such/file"], "no/such/file"),
         (["--system=s"], "give --prompt TEXT"),
+        (["--prompt=q", "--tools=search"], "no tool is named 'search'; there are calculator, clock"),
         (["--interactive", "--json"], "talks with a person"),
         (["--prompt=q", "--resume_session=x"], "leave it out, or the flags of a chat"),
         (["--prompt=q", "--max_len=20"], "max_len is 20"),

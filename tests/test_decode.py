@@ -124,7 +124,7 @@ def test_help_teaches_the_command():
     assert code == 0 and "python -m maxmoe.decode --prompt" in out
     names = "checkpoint prompt prompt_file max_tokens temperature top_p seed max_len dtype implementation".split()
     names += "top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens stop".split()
-    names += ["thinking_token_budget"]
+    names += ["thinking_token_budget", "tools", "max_tool_rounds"]
     for name in names:
         assert f"  --{name}: " in out
     assert "--[no]json" in out and str(Path.home()) not in out.replace(str(ROOT), "")

@@ -71,6 +71,8 @@ class Prompt:
     Attributes:
       ids: Token ids.
       is_assistant: For each id, whether it belongs to what a model is trained to say.
+      num_stub_ids: Ids at its end that open the channel in which the model goes on, 3 in the published vocabulary. The
+        family's own service does not count them among prompt_tokens.
       block_ends: Where each message, or other part of the prompt, ends; the last one is the number of ids.
       allows_tool_calls: Whether tools are declared and not forbidden: what `Parser` wants to know.
       warnings: What of the history the model does not see, or sees changed; one sentence each, naming the message.
@@ -78,6 +80,7 @@ class Prompt:
 
     ids: list[int]
     is_assistant: list[bool]
+    num_stub_ids: int
     block_ends: list[int]
     allows_tool_calls: bool
     warnings: tuple[str, ...]
@@ -139,6 +142,7 @@ def prepare(
     return Prompt(
         ids=ids,
         is_assistant=is_assistant,
+        num_stub_ids=sum(len(markup[segment]) for segment in _stub(read)),
         block_ends=ends[1:],
         allows_tool_calls=has_tools and read.tool_choice != "none",
         warnings=tuple(map(str, losses)),
@@ -173,8 +177,14 @@ def _blocks(request: ChatRequest) -> Iterator[tuple[str, list[Segment]]]:
     if request.is_partial:
         yield f"messages[{len(request.messages) - 1}]", _partial(request, images)
     elif request.add_generation_prompt:
-        channel = "think" if request.thinking else "response"
-        yield "generation prompt", [*open_tag("message", {"role": "assistant"}), *open_tag(channel)]
+        yield "generation prompt", [*open_tag("message", {"role": "assistant"}), *_stub(request)]
+
+
+def _stub(request: ChatRequest) -> list[Segment]:
+    """What opens the channel in which a new message begins."""
+    if request.is_partial or not request.add_generation_prompt:
+        return []
+    return open_tag("think" if request.thinking else "response")
 
 
 def _note(kind: str, text: str) -> list[Segment]:

@@ -1,8 +1,8 @@
 """What a model generates, read while it arrives: reasoning, content and tool calls.
 
 Driven by token ids. The three markers are ids that only the model can make, so the same characters spelled as ordinary
-text are data, in an answer about the markup as in the argument of a tool. After a prompt that begins the assistant's
-message, the model was trained to write
+text are data, in an answer about the markup as in the argument of a tool. (Some models spell markers, see the option
+`lenient_markers`.) After a prompt that begins the assistant's message, the model was trained to write
 
     reasoning </think> <response> content </response> [<tools> <call ...> <argument ...> value ... </tools>] </message>
 
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from maxmoe.chat.markup import CLOSE, END_OF_MSG, OPEN, SEP, Tag, marker_ids, read_tag
+from maxmoe.chat.spelled_markers import SpelledMarkers
 from maxmoe.chat.tokenizer import StreamDecoder, Tokenizer
 from maxmoe.chat.tool_calls import ArgumentsBuilder
 
@@ -42,6 +43,7 @@ class _Place(enum.Enum):
 
 
 _CONTENT_PLACES = (_Place.RAW, _Place.AFTER_THINK, _Place.RESPONSE)
+_SPELLED_PLACES = (_Place.THINK, _Place.AFTER_THINK, _Place.RESPONSE)
 _VALUE_PLACES = (_Place.ARGUMENT, _Place.JSON)
 
 
@@ -73,7 +75,15 @@ class Parser:
       warnings: What was not as trained, in order.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, allow_tool_calls: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        allow_tool_calls: bool = True,
+        lenient_markers: bool = False,
+        force_nonempty_content: bool = False,
+    ):
         """Starts where the prompt ends.
 
         Args:
@@ -81,6 +91,10 @@ class Parser:
             number those to come.
           allow_tool_calls: Whether the request has tools and does not forbid them, see `Prompt.allows_tool_calls`; else
             calls are dropped.
+          lenient_markers: Whether the end of thinking and the beginning of answer and tools also count where the model
+            spells them as text. An answer about this markup then loses them.
+          force_nonempty_content: Whether a message that ends by itself with thinking alone, neither answer nor calls,
+            has the thinking as its content, for clients that cannot take an empty answer. A stream repeats it.
         Raises: ValueError for a vocabulary without markers.
         """
         ids = marker_ids(tokenizer)
@@ -91,6 +105,8 @@ class Parser:
         self._tag_ids: list[int] | None = None  # the marker, then its text; None outside of tags
         self._place, self._num_earlier_calls = self._read_prompt(prompt_ids)
 
+        self._spelled = SpelledMarkers() if lenient_markers else None
+        self._force_nonempty_content = force_nonempty_content
         self._decoder = StreamDecoder(tokenizer)
         self._reasoning: list[str] = []
         self._thought_from = 0  # where in `_reasoning` the open think channel begins
@@ -130,7 +146,9 @@ class Parser:
             cut_off = ended_by == "length" and not self._ended
             if self._decoder.finish():
                 self._warn("it ends inside a character, which is dropped")
-            self._end_message()
+            if self._spelled is not None and self._spelled.take_held():
+                self._warn("it ends inside a spelled marker, which is dropped")
+            self._end_message(cut_off)
             self.finish_reason = "length" if cut_off else "tool_calls" if self._calls else "stop"
         content = None if self._content is None else "".join(self._content)
         return {
@@ -187,6 +205,8 @@ class Parser:
     def _end_text(self) -> None:
         """Before a marker: what waits for the rest of a character waits in vain."""
         self._write(self._decoder.finish())
+        if self._spelled is not None:
+            self._write_text(self._spelled.take_held())
 
     def _restore_tag(self) -> None:
         ids, self._tag_ids = self._tag_ids, None
@@ -206,6 +226,19 @@ class Parser:
             self._warn(f"unknown tag {tag.name!r:.80}: its text is kept")
 
     def _write(self, text: str) -> None:
+        if self._spelled is None or self._place not in _SPELLED_PLACES:
+            self._write_text(text)
+            return
+        for piece in self._spelled.feed(text):
+            if piece in SpelledMarkers.MARKERS:
+                self._warn(f"{piece} is spelled as text, and read as a marker")
+                is_open = piece.startswith(OPEN)
+                tag = read_tag(piece.removeprefix(OPEN if is_open else CLOSE).removesuffix(SEP))
+                (self._OPENED if is_open else self._CLOSED)[tag.name](self, tag)
+            else:
+                self._write_text(piece)
+
+    def _write_text(self, text: str) -> None:
         if not text:
             return
         if self._place is _Place.THINK:
@@ -310,16 +343,20 @@ class Parser:
 
     def _close_response(self, tag: Tag) -> None:
         if self._place is _Place.THINK:  # it answered without thinking, inside the channel that the prompt had opened
-            text = "".join(self._reasoning[self._thought_from :])
-            del self._reasoning[self._thought_from :]
-            self.num_reasoning_tokens -= self._thought_ids
             self._warn("it answers inside its thinking: that text is content")
-            self._content = self._content or []
-            if text:
-                self._add_content(text)
+            self._answer_with_thinking(self._thought_from, self._thought_ids)
             self._place = _Place.AFTER_RESPONSE
         elif self._place in _CONTENT_PLACES:
             self._place = _Place.AFTER_RESPONSE
+
+    def _answer_with_thinking(self, start: int, num_ids: int) -> None:
+        """Makes content of the reasoning from a place on, which has that many ids."""
+        text = "".join(self._reasoning[start:])
+        del self._reasoning[start:]
+        self.num_reasoning_tokens -= num_ids
+        self._content = self._content or []
+        if text:
+            self._add_content(text)
 
     def _close_tools(self, tag: Tag) -> None:
         self._drop_open_call()
@@ -346,12 +383,16 @@ class Parser:
     def _close_message(self, tag: Tag) -> None:
         self._end_message()
 
-    def _end_message(self) -> None:
+    def _end_message(self, cut_off: bool = False) -> None:
         if self._tag_ids is not None:
             self._warn("it ends inside a tag, which is dropped")
             self._tag_ids = None
         self._drop_open_call()
         self._ended = True
+        is_empty = not (self._calls or "".join(self._content or []))
+        if self._force_nonempty_content and not cut_off and is_empty and self._reasoning:
+            self._warn("it ends without an answer: its thinking is the content")
+            self._answer_with_thinking(0, self.num_reasoning_tokens)
 
     def _drop_open_call(self) -> None:
         if self._call is not None:

@@ -29,7 +29,7 @@ _FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 
 
 class _State(NamedTuple):
-    """What an engine last said of itself: two gauges, then totals since it began, then shares of its cache."""
+    """What an engine last said of itself: requests, tokens and preemptions since it began, shares of its cache."""
 
     running: int = 0
     waiting: int = 0
@@ -37,7 +37,7 @@ class _State(NamedTuple):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    cache_fragmentation: float = 0.0
+    cache_fragmentation: float | None = None
 
 
 _GAUGES = {
@@ -60,7 +60,6 @@ class _Engine(Collector):
     """The engine's own numbers, as they are when somebody reads."""
 
     def __init__(self, model_name: str):
-        self._labels = {"labels": ["model_name"]}
         self._model_name = model_name
         self.state = _State()
 
@@ -68,9 +67,11 @@ class _Engine(Collector):
         state = self.state  # replaced as a whole by another thread, never changed
         for table, family in ((_GAUGES, GaugeMetricFamily), (_TOTALS, CounterMetricFamily)):
             for name, (field, text) in table.items():
-                metric = family(_PREFIX + name, text, **self._labels)
-                metric.add_metric([self._model_name], getattr(state, field))
-                yield metric
+                value = getattr(state, field)
+                if value is not None:
+                    metric = family(_PREFIX + name, text, labels=["model_name"])
+                    metric.add_metric([self._model_name], value)
+                    yield metric
 
 
 class Metrics:
@@ -208,13 +209,13 @@ class Metrics:
         prefix_queries: int,
         prefix_hits: int,
         preemptions: int = 0,
-        cache_fragmentation: float = 0.0,
+        cache_fragmentation: float | None = None,
     ) -> None:
         """Takes what the engine says of itself.
 
         Args:
           running, waiting: Requests.
-          cache_usage, cache_fragmentation: Shares of the cache, 0 to 1.
+          cache_usage, cache_fragmentation: Shares of the cache, 0 to 1; None where the engine does not say.
           prefix_queries, prefix_hits: Tokens, since the engine began.
           preemptions: Requests, since the engine began.
         """

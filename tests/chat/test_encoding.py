@@ -48,12 +48,36 @@ def test_encode_gives_bytes_of_the_text_in_a_byte_vocabulary():
         assert _BYTES.decode(chat.encode(case["request"], _BYTES)) == text
 
 
+def test_stub_is_what_opens_the_channel():
+    request = {"messages": [_user()]}
+    for more in ({}, {"reasoning_effort": "none"}):
+        prompt = chat.prepare(request | more, _BYTES)
+        channel = "response" if more else "think"
+        stub = _BYTES.encode(f"<|open|>{channel}<|sep|>", allow_special=True)
+        assert prompt.ids[-prompt.num_stub_ids :] == stub
+    assert chat.prepare(request | {"add_generation_prompt": False}, _BYTES).num_stub_ids == 0
+    continued = {"messages": [_user(), {"role": "assistant", "content": "a", "partial": True}]}
+    assert chat.prepare(continued, _BYTES).num_stub_ids == 0
+
+
+def test_named_function_leaves_no_word_in_the_prompt():
+    request = {"messages": [_user()], "tools": [_TOOL]}
+    named = chat.prepare(request | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, _BYTES)
+    assert named == chat.prepare(request, _BYTES) and named.allows_tool_calls
+
+
 def test_published_prompt_lengths(published):
     """The vendor's prompt_tokens, which leave out the last three ids."""
     hello = {"messages": [{"role": "assistant", "content": "你好"}], "reasoning_effort": "high"}
-    assert len(chat.encode(hello, published)) == 99 + 3
+    assert _num_counted(hello, published) == 99
     question = _user("请用 JSON 格式回答：北京是中国的首都吗？答案需要包含键 capital。")
-    assert len(chat.encode({"messages": [question], "reasoning_effort": "none"}, published)) == 36 + 3
+    assert _num_counted({"messages": [question], "reasoning_effort": "none"}, published) == 36
+
+
+def _num_counted(request, tokenizer) -> int:
+    prompt = chat.prepare(request, tokenizer)
+    assert prompt.num_stub_ids == 3
+    return len(prompt.ids) - 3
 
 
 def test_order_of_a_prompt():

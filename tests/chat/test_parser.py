@@ -154,6 +154,82 @@ def test_stream_repeats_as_content_what_was_no_thinking():
     assert parser.num_reasoning_tokens == 0 and "inside its thinking" in parser.warnings[0]
 
 
+# --- options
+
+
+def _spelled(text: str) -> list[int]:
+    """Ids of ordinary text alone."""
+    return _BYTES.encode(text)
+
+
+_STEPS = ([1], [2], [3], [8], None)
+
+
+@pytest.mark.parametrize("steps", _STEPS)
+def test_spelled_markers_count_if_asked_for(steps):
+    ids = _spelled("r" + _END_THINK + _RESPONSE + "c <") + _ids(_END_RESPONSE + _END_MESSAGE)
+    message, parser, stream = _read(ids, steps=steps, lenient_markers=True)
+    assert _short(message) == {"reasoning": "r", "content": "c <", "calls": []}
+    assert (stream.reasoning, stream.content) == ("r", "c <")
+    assert sum("is spelled as text" in warning for warning in parser.warnings) == 2
+    message, _, _ = _read(ids, steps=steps)
+    assert message["content"] == "r" + _END_THINK + _RESPONSE + "c <", "without it, they are data"
+
+
+@pytest.mark.parametrize("steps", _STEPS)
+def test_spelled_tools_end_thinking_and_answers(steps):
+    calls = _ids(_call("f", ("a", "string", _END_THINK[:9])) + _END_TOOLS + _END_MESSAGE)
+    message, _, _ = _read(_spelled("r" + _TOOLS) + calls, steps=steps, lenient_markers=True)
+    assert _short(message) == {"reasoning": "r", "content": None, "calls": [["f", '{"a": "<|close|>"}']]}
+    message, _, _ = _read(_spelled("c" + _TOOLS) + calls, _RESPONSE, steps, lenient_markers=True)
+    assert _short(message)["content"] == "c" and len(message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("text", ["a < b", "<|close", "<|close|>thin", "<|close|>thinking<|sep|>", "<<|open|>respons"])
+def test_text_that_is_nearly_a_marker_is_text(text):
+    for steps in _STEPS:
+        ids = _spelled(text) + _ids(_END_THINK + _ANSWER + _END_MESSAGE)
+        message, _, stream = _read(ids, steps=steps, lenient_markers=True)
+        assert message["reasoning_content"] == stream.reasoning == text
+
+
+def test_spelled_marker_in_an_argument_is_data():
+    call = _TOOLS + '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>'
+    ids = _ids(call) + _spelled(_END_THINK) + _ids("<|close|>argument<|sep|>" + _END_CALL)
+    message, _, _ = _read(ids, _RESPONSE, lenient_markers=True)
+    assert _short(message)["calls"] == [["f", json.dumps({"a": _END_THINK})]]
+
+
+def test_length_limit_inside_a_spelled_marker_shows_nothing_of_it():
+    message, parser, stream = _read(_spelled("r<|close|>thi"), steps=[1], ended_by="length", lenient_markers=True)
+    assert message["reasoning_content"] == stream.reasoning == "r" and "spelled marker" in parser.warnings[0]
+
+
+@pytest.mark.parametrize("end", [_END_MESSAGE, "<|end_of_msg|>", _END_THINK + "<|end_of_msg|>", ""])
+def test_thinking_becomes_the_content_if_there_must_be_one(end):
+    message, parser, stream = _read(_ids("r" + end), steps=[1], force_nonempty_content=True)
+    assert _short(message) == {"reasoning": None, "content": "r", "calls": []}
+    assert parser.num_reasoning_tokens == 0 and parser.finish_reason == "stop" and parser.finish() == message
+    assert (stream.reasoning, stream.content) == ("r", "r" if end else ""), "what ends unseen, `finish` alone tells"
+
+
+@pytest.mark.parametrize(
+    ("text", "ended_by", "content"),
+    [
+        ("r", "length", None),
+        ("r" + _END_THINK + _ANSWER + _END_MESSAGE, "stop", "c"),
+        ("r" + _END_THINK + _TOOLS + _call("f") + _END_MESSAGE, "stop", None),
+        (_END_THINK + _RESPONSE + _END_RESPONSE + _END_MESSAGE, "stop", ""),
+    ],
+)
+def test_content_stays_as_it_is_where_it_is_no_empty_answer(text, ended_by, content):
+    message, _, _ = _read(_ids(text), ended_by=ended_by, force_nonempty_content=True)
+    assert message["content"] == content
+
+
+# --- breaking off
+
+
 @pytest.mark.parametrize("cut", range(len("<|close|>think<|sep|>")))
 def test_length_limit_inside_a_marker_shows_nothing_of_it(cut):
     ids = _ids("r") + _ids(_END_THINK)[: cut % len(_ids(_END_THINK))]

@@ -34,6 +34,7 @@ def labels():
     """The labels of each series that a server may have, by its name."""
     metrics = Metrics("m")
     metrics.request_started("/e")
+    metrics.engine_state(0, 0, 0.0, 0, 0, cache_fragmentation=0.0)
     metrics.error("k")
     metrics.admission_rejection("r")
     metrics.budget_hit("t")

@@ -87,6 +87,7 @@ def test_what_goes_otherwise_is_counted_by_kind(metrics):
 
 def test_engine_state_is_shown_as_it_was_last(metrics):
     metrics.engine_state(3, 5, 0.25, 1000, 600)
+    assert ("maxmoe:kv_cache_fragmentation_perc",) not in _samples(metrics), "nothing is said of what is not known"
     metrics.engine_state(2, 1, 0.5, 1500, 900, preemptions=4, cache_fragmentation=0.125)
     samples = _samples(metrics)
     assert samples["maxmoe:num_requests_running",] == 2
@@ -99,6 +100,7 @@ def test_engine_state_is_shown_as_it_was_last(metrics):
 
 
 def test_every_metric_says_what_it_is_and_its_class_names_it(metrics):
+    metrics.engine_state(0, 0, 0.0, 0, 0, cache_fragmentation=0.0)
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     assert len(families) > 20
     for family in families:
