@@ -35,7 +35,7 @@ DISTRIBUTIONS = {
     "tiktoken": "tiktoken",
     "xxhash": "xxhash",
 }
-EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
+EXTRAS = {"llguidance", "tokamax"}  # imported where they are installed; what Bazel builds does without them
 
 
 def module_name(path: Path) -> str:
