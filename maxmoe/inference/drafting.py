@@ -78,6 +78,8 @@ class Drafts:
             told.drafter.extend(answer.prompt)
         told.drafter.extend([step.token_id for step in answer.steps[told.num_steps :]])
         told.num_steps = len(answer.steps)
+        if answer.is_constrained:  # a grammar says what may come next, and not what after that
+            return np.zeros(0, np.int32)
         room = min(self.max_tokens, answer.params.max_tokens - len(answer.steps) - 1)
         draft = np.asarray(told.drafter.propose(room), np.int32)[:room] if room > 0 else np.zeros(0, np.int32)
         stops = [place for place, token_id in enumerate(draft.tolist()) if token_id in answer.stop_ids]

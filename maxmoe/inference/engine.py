@@ -18,9 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
-from maxmoe.inference.answer import Completion, InvalidLogitsError, Step
-from maxmoe.inference.budget import ThinkingMarkers
+from maxmoe.inference.answer import AnswerError, Completion, Step
+from maxmoe.inference.budget import ThinkingMarkers, ends_thinking
 from maxmoe.inference.drafting import Drafts, DraftStats, MakeDrafter
+from maxmoe.inference.grammar import Grammars
 from maxmoe.inference.prefix_cache import PrefixCache
 from maxmoe.inference.request import Request, check_request
 from maxmoe.inference.run import Run
@@ -73,6 +74,7 @@ class Engine:
         prefix_cache_bytes: int = 0,
         detokenizer: MakeDetokenizer | None = None,
         thinking: ThinkingMarkers | None = None,
+        grammars: Grammars | None = None,
         drafter: MakeDrafter | None = None,
         num_draft_tokens: int = 7,
     ):
@@ -91,6 +93,7 @@ class Engine:
           detokenizer: Makes the text of each answer, such as `lambda: StreamDecoder(tokenizer)`; None makes no text,
             and allows no stop strings.
           thinking: Markers between which the model thinks; None counts no thinking, and allows no budget for it.
+          grammars: Of the model's vocabulary, for requests that have one; None allows no grammar.
           drafter: Makes what guesses the next tokens of one request, such as `NgramDrafter`, so that one step may take
             several; answers stay the same. None takes a token at a time, which a busy accelerator does as fast.
           num_draft_tokens: Of the longest guess.
@@ -105,7 +108,7 @@ class Engine:
         largest = max((*thinking.open_ids, *thinking.close_ids), default=0) if thinking is not None else 0
         if largest >= model.config.vocab_size:
             raise ValueError(f"Engine: marker id {largest} is outside the vocabulary of {model.config.vocab_size} ids")
-        self.detokenizer, self.thinking = detokenizer, thinking
+        self.detokenizer, self.thinking, self.grammars = detokenizer, thinking, grammars
         # Rows that lie on different devices are read at the same time; one row alone would leave the others idle.
         self.prefills_together = mesh is not None and mesh.shape.get("data", 1) > 1
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
@@ -219,7 +222,7 @@ class Engine:
         Raises:
           ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
             before anything runs.
-          InvalidLogitsError: Logits without a distribution; names each such prompt and the position, and holds the
+          AnswerError: Logits without a distribution; names each such prompt and the position, and holds the
             answers to the others.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -233,7 +236,7 @@ class Engine:
             loop.step()
         completions = [None if request.failure else request.completion() for request in requests]
         if failures := [request.failure for request in requests if request.failure]:
-            raise InvalidLogitsError("; ".join(failures), completions)
+            raise AnswerError("; ".join(failures), completions)
         return completions
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Run:
@@ -288,11 +291,15 @@ class Engine:
                 f"prompt {row}: thinking_token_budget={params.thinking_token_budget} needs the markers of thinking: "
                 "make the engine with thinking=ThinkingMarkers(open_ids, close_ids)"
             )
+        if params.grammar and self.grammars is None:
+            raise ValueError(f"prompt {row}: grammar={params.grammar!r:.80} needs an engine that was given grammars")
         return Request(
             row=row,
             prompt=ids,
             params=params,
             text=self.detokenizer and StoppableText(self.detokenizer(), params.stop, params.min_tokens),
+            matcher=self.grammars.matcher(params.grammar) if params.grammar else None,
+            begins_thinking=self.thinking is not None and ends_thinking(self.thinking, ids),
             seed=fresh_seed() if params.seed is None else int(params.seed),
             stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
             num_tokens=ids.size + params.max_tokens,

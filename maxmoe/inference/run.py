@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from maxmoe.checkpoint.session import Session
-from maxmoe.inference.answer import InvalidLogitsError, Step
+from maxmoe.inference.answer import AnswerError, Step
 from maxmoe.inference.request import Request
 from maxmoe.inference.sampling import RowSettings
 
@@ -39,7 +39,7 @@ class Run:
             self._num_told += 1
             return self.steps[self._num_told - 1]
         if self._request.failure is not None:
-            raise InvalidLogitsError(self._request.failure, [None])
+            raise AnswerError(self._request.failure, [None])
         raise StopIteration
 
     def finish_text(self) -> str:
@@ -53,7 +53,7 @@ class Run:
 
         Raises:
           RuntimeError: Taken already, or interrupted before the prompt was read, or twice in one step.
-          InvalidLogitsError: Logits without a distribution.
+          AnswerError: Logits without a distribution.
         """
         request, loop = self._request, self._loop
         if loop is None:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmoe.inference.answer import InvalidLogitsError, Step
+from maxmoe.inference.answer import AnswerError, Step
 from maxmoe.inference.drafting import Drafts
 from maxmoe.inference.interrupts import interrupts_wait
 from maxmoe.inference.next_token import NOTHING_SAID, Chosen, Progress, Rows, lay_out, next_tokens
@@ -161,12 +161,12 @@ class ServingLoop:
     def catch_up(self, request: Request) -> None:
         """Brings the host and the state of a loop's only request to the same token, wherever an interrupt came.
 
-        Raises: InvalidLogitsError for a token that is none.
+        Raises: AnswerError for a token that is none.
         """
         if self._awaited:
             self._collect()
         if request.failure is not None:
-            raise InvalidLogitsError(request.failure, [None])
+            raise AnswerError(request.failure, [None])
         if int(self.cache.lengths[0]) < request.prompt.size + len(request.steps):
             with interrupts_wait():
                 self._advance(np.ones(1, bool), np.array([request.steps[-1].token_id], np.int32))
@@ -328,7 +328,7 @@ class ServingLoop:
     def _choose(self, requests: list[Request]) -> None:
         """Sends the next token of these requests on its way."""
         rows, progress = self._laid_out()
-        self.on_way, progress = next_tokens(self.logits, rows, progress, active=self._mask(requests))
+        self.on_way, progress = next_tokens(self.logits, self._constrain(rows), progress, active=self._mask(requests))
         self._layout, self._awaited = (rows, progress), requests
 
     def _verify(self, requests: list[Request], window: np.ndarray, num_drafted: np.ndarray) -> None:
@@ -336,7 +336,7 @@ class ServingLoop:
         (rows, progress), engine = self._laid_out(), self._engine
         active = self._mask(requests)
         self.drafts.stats.num_drafted += int(num_drafted.sum())
-        args = window, num_drafted, self.cache, rows, progress, active
+        args = window, num_drafted, self.cache, self._constrain(rows), progress, active
         self.on_way, self.cache, progress = verify_in_place(engine.model, engine.params, *args)
         self._layout, self._awaited = (rows, progress), requests
 
@@ -344,6 +344,16 @@ class ServingLoop:
         if self._layout is None:
             self._layout = jax.device_put(self._lay_out())
         return self._layout
+
+    def _constrain(self, rows: Rows) -> Rows:
+        """Rows with what the grammars of requests allow next."""
+        constrained = [request for request in self.scheduler.running.values() if request.is_constrained]
+        if not constrained:
+            return rows
+        allowed = np.full(rows.extras.allowed.shape, 0xFFFFFFFF, np.uint32)
+        for request in constrained:
+            allowed[request.slot] = request.matcher.words
+        return rows._replace(extras=rows.extras._replace(allowed=allowed))
 
     def _lay_out(self) -> tuple[Rows, Progress]:
         """What each slot's request asks for, and where its answer stands; the host has seen every token by now."""
