@@ -14,11 +14,13 @@ Exit code 0 after SIGTERM or Ctrl-C, 1 where the engine has failed, 2 for someth
 that is wrong.
 """
 
+import importlib.util
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from absl import app, flags
@@ -138,6 +140,7 @@ def _make_service(folder: str | Path) -> Service:
         max_len=values.max_len,
         max_waiting=values.max_waiting + values.max_batch,  # the server itself refuses more than this
         prefix_cache_bytes=int(values.prefix_cache_gib * 2**30),
+        grammars=_grammars(tokenizer, config.eos_id),
         thinking=conversation.thinking_markers(tokenizer) if conversation.has_markers(tokenizer) else None,
     )
     return Service(
@@ -153,6 +156,16 @@ def _make_service(folder: str | Path) -> Service:
         ),
         sessions=sessions,
     )
+
+
+def _grammars(tokenizer: Any, eos_id: int) -> Any:
+    """For answers that must match a schema; None where that is not installed."""
+    if importlib.util.find_spec("llguidance") is None:
+        _tell("llguidance is not installed, so schemas of answers and tools are told to the model and not enforced")
+        return None
+    from maxmoe.inference.grammar import Grammars
+
+    return Grammars(tokenizer, eos_id)
 
 
 def run(service: Service, keys: Keys) -> int:

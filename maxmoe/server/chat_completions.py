@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.chat_fields import ChatFields, ResumeFields, SessionResumeFields
-from maxmoe.server.endpoint import answer, new_id
+from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError, bad_request
-from maxmoe.server.fields import checked_top_logprobs, read_fields
+from maxmoe.server.fields import checked_top_logprobs
 from maxmoe.server.generation import Generation, Plan, Update
-from maxmoe.server.limits import JsonBody, read_json
+from maxmoe.server.limits import JsonBody
 from maxmoe.server.logprobs import chat_logprobs
 from maxmoe.server.planning import Ask, plan_chat
 from maxmoe.server.readers import Finished, Piece
@@ -39,16 +39,14 @@ _PROMPT_KEYS = (
 
 async def chat_completions(request: Request, service: Service) -> Response:
     """POST /v1/chat/completions."""
-    body = await read_json(request, service.options)
-    fields = read_fields(ChatFields, body.value)
+    fields, body = await read(request, service, ChatFields)
     prompt = {key: body.value[key] for key in _PROMPT_KEYS if key in body.value}
     return await _answer(request, service, fields, chat_ask("/v1/chat/completions", fields, prompt, body))
 
 
 async def resume_session(request: Request, service: Service, name: str) -> Response:
     """POST /v1/sessions/{name}/resume: goes on from the exact ids of a session."""
-    body = await read_json(request, service.options)
-    fields = read_fields(SessionResumeFields, body.value)
+    fields, body = await read(request, service, SessionResumeFields)
     past = service.sessions.load(request.state.caller, name)
     new = body.value.get("messages") or []
     if past.is_complete != bool(new):

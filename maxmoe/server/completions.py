@@ -8,11 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.chat_fields import StreamOptions
-from maxmoe.server.endpoint import answer, new_id
+from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError, bad_request
-from maxmoe.server.fields import MAX_CHOICES, ExtendedSamplingFields, PositiveCount, TokenId, read_fields
+from maxmoe.server.fields import MAX_CHOICES, ExtendedSamplingFields, PositiveCount, TokenId
 from maxmoe.server.generation import Generation, Plan, Update
-from maxmoe.server.limits import read_json
 from maxmoe.server.logprobs import text_logprobs
 from maxmoe.server.planning import choices_params, salt_of
 from maxmoe.server.readers import Finished, TextReader
@@ -38,9 +37,7 @@ class CompletionFields(ExtendedSamplingFields):
 
 async def completions(request: Request, service: Service) -> Response:
     """POST /v1/completions."""
-    body = await read_json(request, service.options)
-    fields = read_fields(CompletionFields, body.value)
-    service.check_model(fields.model)
+    fields, _ = await read(request, service, CompletionFields)
     plan = _plan(service, fields, request.state.caller)
     return await answer(request, service, plan, CompletionForm(service, plan, fields), bool(fields.stream))
 

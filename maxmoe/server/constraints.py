@@ -1,26 +1,50 @@
-"""What a request wants of the form of an answer, and how far that is enforced.
+"""What a request wants of the form of an answer: a grammar that the engine keeps, or only words to the model.
 
-Answers are not constrained token by token here: the prompt tells the model what is wanted. This is the one place that
-knows it. An engine that takes a grammar would get it from here, beside `SamplingParams`, and the warnings would go.
+`chat.answer_grammar` writes the grammar of a `response_format`, of calls that are demanded, and of strict tools. It is
+compiled here, beside the loop and before the engine's thread sees it, which then finds it compiled. Without grammars
+the prompt still tells the model what is wanted, and the client is told that nothing more is done.
 """
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from maxmoe import chat
 from maxmoe.server.errors import bad_request
+from maxmoe.server.service import Service
 
 
-def check_constraints(request: Mapping[str, Any]) -> tuple[str, ...]:
-    """Warnings about what is asked for and only told to the model.
+class Constraint(NamedTuple):
+    """The grammar of an answer, "" for none, and what of the request it does not enforce."""
 
-    Args:
-      request: Of a chat: `tools`, `tool_choice`, `response_format`.
-    Raises: ApiError for a named tool: the family has no words for that, so nothing at all would come of it.
+    grammar: str
+    warnings: tuple[str, ...]
+
+
+async def constraint_of(service: Service, request: Mapping[str, Any]) -> Constraint:
+    """What is enforced of a request that has been encoded.
+
+    Raises: ApiError for a schema that cannot be enforced, or a named tool that nothing would force.
     """
+    grammars = service.engine_thread.engine.grammars
+    goes_on = request.get("add_generation_prompt") is False  # what it must match has begun already
+    grammar = "" if grammars is None or goes_on else chat.answer_grammar(request, service.tokenizer)
+    if not grammar:
+        return Constraint("", _unenforced(request))
+    try:
+        await asyncio.to_thread(grammars.matcher, grammar)
+    except ValueError as error:
+        param = "response_format" if request.get("response_format") else "tools"
+        raise bad_request(f"{param}: {error}", param, "unsupported_schema") from error
+    return Constraint(grammar, ())
+
+
+def _unenforced(request: Mapping[str, Any]) -> tuple[str, ...]:
     choice, form = request.get("tool_choice"), request.get("response_format") or {}
     if isinstance(choice, Mapping):
         raise bad_request(
-            "tool_choice: one named tool cannot be forced here; declare that tool alone, with tool_choice: required",
+            "tool_choice: one named tool cannot be forced here, and the family has no words for it; declare that tool "
+            "alone, with tool_choice: required",
             "tool_choice",
             "unsupported_tool_choice",
         )

@@ -8,8 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.errors import ApiError
+from maxmoe.server.fields import Model, read_fields
 from maxmoe.server.gate import JsonResponse
 from maxmoe.server.generation import Generation, Plan, Update
+from maxmoe.server.limits import JsonBody, read_json
 from maxmoe.server.readers import Finished
 from maxmoe.server.service import Service
 from maxmoe.server.streams import PING, EventStream, while_connected
@@ -32,6 +34,14 @@ class Form(Protocol):
 
     def failure(self, error: ApiError) -> list[bytes]:
         """The last events where something has failed on the way."""
+
+
+async def read(request: Request, service: Service, model: type[Model]) -> tuple[Model, JsonBody]:
+    """A request's fields, checked, and its body as it came. Raises: ApiError; what `read_json` raises."""
+    body = await read_json(request, service.options)
+    fields = read_fields(model, body.value)
+    service.check_model(getattr(fields, "model", None))
+    return fields, body
 
 
 def new_id(prefix: str) -> str:

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from maxmoe.server.errors import ApiError
 from maxmoe.server.keys import Keys
 from maxmoe.server.limits import RateLimiter
+from maxmoe.server.metrics import Metrics
 from maxmoe.server.request_log import RequestLog, trace_id_of
-from maxmoe.server.service import Metrics
 
 ANTHROPIC_PATHS = ("/v1/messages",)
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")

@@ -12,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.chat_fields import ToolName
-from maxmoe.server.endpoint import answer, new_id
+from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError, bad_request
-from maxmoe.server.fields import Count, Fields, OpenFields, PositiveCount, SamplingFields, StopString, read_fields
+from maxmoe.server.fields import Count, Fields, OpenFields, PositiveCount, SamplingFields, StopString
 from maxmoe.server.gate import JsonResponse
 from maxmoe.server.generation import Generation, Plan, Update
-from maxmoe.server.limits import JsonBody, read_json
 from maxmoe.server.planning import Ask, encode, plan_chat
 from maxmoe.server.readers import Finished
 from maxmoe.server.service import Service
@@ -100,8 +99,7 @@ class MessagesFields(CountFields, SamplingFields):
 
 async def messages(request: Request, service: Service) -> Response:
     """POST /v1/messages."""
-    body = await read_json(request, service.options)
-    fields = read_fields(MessagesFields, body.value)
+    fields, body = await read(request, service, MessagesFields)
     choice, thinking = fields.tool_choice, fields.thinking
     prompt, paths = _chat_of(fields, body.value)
     ask = Ask(
@@ -123,9 +121,7 @@ async def messages(request: Request, service: Service) -> Response:
 
 async def count_tokens(request: Request, service: Service) -> Response:
     """POST /v1/messages/count_tokens."""
-    body: JsonBody = await read_json(request, service.options)
-    fields = read_fields(CountFields, body.value)
-    service.check_model(fields.model)
+    fields, body = await read(request, service, CountFields)
     prompt, paths = _chat_of(fields, body.value)
     ask = Ask(
         endpoint="/v1/messages",

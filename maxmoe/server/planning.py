@@ -9,7 +9,7 @@ from typing import Any
 
 from maxmoe import chat
 from maxmoe.inference.sampling_params import MAX_SEED, SamplingParams
-from maxmoe.server.constraints import check_constraints
+from maxmoe.server.constraints import constraint_of
 from maxmoe.server.errors import ApiError, bad_request, too_long
 from maxmoe.server.fields import ExtendedSamplingFields, SamplingFields, sampling_params
 from maxmoe.server.generation import Plan
@@ -56,13 +56,14 @@ class Ask:
 
 async def plan_chat(service: Service, ask: Ask, caller: str) -> Plan:
     """Encodes a conversation. Raises: ApiError that names what is wrong, with numbers where it is too long."""
-    service.check_model(ask.fields.model)
-    warnings = ask.warnings + check_constraints(ask.request)
     if ask.num_bytes > _INLINE_BYTES:
         prompt = await asyncio.to_thread(encode, service, ask)
     else:
         prompt = encode(service, ask)
-    return _plan(service, ask, prompt, warnings + prompt.warnings, caller)
+    demands = {"parallel_tool_calls": False} if ask.max_calls == 1 else {}
+    constraint = await constraint_of(service, ask.request | demands)
+    warnings = ask.warnings + constraint.warnings + prompt.warnings
+    return _plan(service, ask, prompt, constraint.grammar, warnings, caller)
 
 
 def encode(service: Service, ask: Ask) -> chat.Prompt:
@@ -122,7 +123,9 @@ def salt_of(caller: str, fields: SamplingFields) -> str:
     return f"{caller}/{getattr(fields, 'cache_salt', None) or ''}"
 
 
-def _plan(service: Service, ask: Ask, prompt: chat.Prompt, warnings: tuple[str, ...], caller: str) -> Plan:
+def _plan(
+    service: Service, ask: Ask, prompt: chat.Prompt, grammar: str, warnings: tuple[str, ...], caller: str
+) -> Plan:
     budget = ask.thinking_token_budget
     params = choices_params(
         ask.fields,
@@ -130,6 +133,7 @@ def _plan(service: Service, ask: Ask, prompt: chat.Prompt, warnings: tuple[str, 
         ask.max_tokens,
         service.max_len,
         top_logprobs=ask.top_logprobs,
+        grammar=grammar,
         # A larger one is no limit either.
         thinking_token_budget=None if budget is None else min(budget, service.max_len),
     )

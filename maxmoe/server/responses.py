@@ -6,11 +6,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maxmoe.server.endpoint import answer, new_id
+from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError
-from maxmoe.server.fields import read_fields
 from maxmoe.server.generation import Generation, Plan, Update
-from maxmoe.server.limits import read_json
 from maxmoe.server.planning import Ask, plan_chat
 from maxmoe.server.readers import Channel, Finished, Piece
 from maxmoe.server.response_fields import ResponseFields, chat_of
@@ -20,8 +18,7 @@ from maxmoe.server.streams import event
 
 async def responses(request: Request, service: Service) -> Response:
     """POST /v1/responses."""
-    body = await read_json(request, service.options)
-    fields = read_fields(ResponseFields, body.value)
+    fields, body = await read(request, service, ResponseFields)
     prompt, paths = chat_of(fields, body.value)
     ask = Ask(
         endpoint="/v1/responses",

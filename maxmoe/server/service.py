@@ -2,62 +2,12 @@
 
 import dataclasses
 import time
-from typing import Protocol
 
 from maxmoe.chat.tokenizer import Tokenizer
 from maxmoe.server.engine_thread import EngineThread
 from maxmoe.server.errors import ApiError
+from maxmoe.server.metrics import Metrics
 from maxmoe.server.sessions import SessionStore
-
-
-class Metrics(Protocol):
-    """What the server tells of itself; see `metrics.Metrics`."""
-
-    def request_started(self, endpoint: str) -> None:
-        """A request goes to the engine."""
-
-    def request_ended(
-        self,
-        endpoint: str,
-        status: str,
-        queue_s: float | None,
-        ttft_s: float | None,
-        prompt_tokens: int,
-        cached_tokens: int,
-        thinking_tokens: int,
-        answer_tokens: int,
-        e2e_s: float,
-    ) -> None:
-        """It is over: by its finish reason, "abort" or "error"."""
-
-    def token_time(self, seconds: float) -> None:
-        """Between two tokens of one answer."""
-
-    def admission_rejection(self, reason: str) -> None:
-        """A request was turned away."""
-
-    def error(self, kind: str) -> None:
-        """A request was answered by an error of that type."""
-
-    def tool_call_parse_failure(self) -> None:
-        """A tool call could not be read whole."""
-
-    def budget_hit(self, tier: str) -> None:
-        """A thinking budget ended thinking."""
-
-    def engine_state(
-        self,
-        running: int,
-        waiting: int,
-        cache_usage: float,
-        prefix_queries: int,
-        prefix_hits: int,
-        preemptions: int = 0,
-    ) -> None:
-        """How the engine stands; the last three are totals."""
-
-    def render(self) -> tuple[bytes, str]:
-        """All of it for a scraper: the body, and its content type."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,24 +34,18 @@ class ServingEngine(Protocol):
 
     Attributes:
       prefixes: The prefix cache; None without one.
+      grammars: For answers that must match one; None where none can be asked for.
       metrics: With `num_preemptions`; for the thread alone.
     """
 
     max_len: int
     max_batch: int
     prefixes: Any
+    grammars: Any
     metrics: Any
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-    ) -> EngineRequest:
-        """Queues a prompt."""
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **settings: Any) -> EngineRequest:
+        """Queues a prompt; settings are `priority`, `deadline` in seconds from now, and `cache_salt`."""
 
     def step(self) -> list[tuple[EngineRequest, Step]]:
         """One iteration."""

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.chat_completions import resume_session
+from maxmoe.server.endpoint import read
 from maxmoe.server.errors import ApiError
-from maxmoe.server.fields import Fields, read_fields
+from maxmoe.server.fields import Fields
 from maxmoe.server.gate import JsonResponse
-from maxmoe.server.limits import read_json
 from maxmoe.server.service import Service
 
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -34,7 +34,7 @@ class ForkFields(Fields):
 async def save(request: Request, service: Service) -> Response:
     """POST /v1/sessions."""
     _check_on(service)
-    fields = read_fields(SaveFields, (await read_json(request, service.options)).value)
+    fields, _ = await read(request, service, SaveFields)
     caller, store = request.state.caller, service.sessions
     return JsonResponse(
         await asyncio.to_thread(store.save, caller, fields.name, fields.response_id, bool(fields.replace)), 201
@@ -58,7 +58,7 @@ async def show(request: Request, service: Service) -> Response:
 async def fork(request: Request, service: Service) -> Response:
     """POST /v1/sessions/{name}/fork."""
     _check_on(service)
-    fields = read_fields(ForkFields, (await read_json(request, service.options)).value)
+    fields, _ = await read(request, service, ForkFields)
     name = request.path_params["name"]
     return JsonResponse(await asyncio.to_thread(service.sessions.fork, request.state.caller, name, fields.name), 201)
 

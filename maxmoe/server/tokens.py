@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxmoe.server.chat_fields import DetokenizeFields, TokenizeFields
+from maxmoe.server.endpoint import read
 from maxmoe.server.errors import bad_request
-from maxmoe.server.fields import SamplingFields, read_fields
+from maxmoe.server.fields import SamplingFields
 from maxmoe.server.gate import JsonResponse
-from maxmoe.server.limits import read_json
 from maxmoe.server.planning import Ask, encode
 from maxmoe.server.service import Service
 
@@ -18,9 +18,7 @@ _KEYS = ("messages", "tools", "reasoning_effort", "thinking", "add_generation_pr
 
 async def tokenize(request: Request, service: Service) -> Response:
     """POST /tokenize."""
-    body = await read_json(request, service.options)
-    fields = read_fields(TokenizeFields, body.value)
-    service.check_model(fields.model)
+    fields, body = await read(request, service, TokenizeFields)
     if (fields.prompt is None) == (fields.messages is None):
         raise bad_request("give prompt or messages, one of them", "prompt", "invalid_field")
     if fields.prompt is not None:
@@ -35,9 +33,7 @@ async def tokenize(request: Request, service: Service) -> Response:
 
 async def detokenize(request: Request, service: Service) -> Response:
     """POST /detokenize."""
-    body = await read_json(request, service.options)
-    fields = read_fields(DetokenizeFields, body.value)
-    service.check_model(fields.model)
+    fields, _ = await read(request, service, DetokenizeFields)
     try:
         return JsonResponse({"prompt": service.tokenizer.decode(fields.tokens)})
     except ValueError as error:

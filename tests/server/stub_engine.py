@@ -92,6 +92,7 @@ class StubEngine:
         self.waiting: list[StubRequest] = []
         self.fault: Exception | None = None
         self.prefixes: Any = None
+        self.grammars: Any = None
         self.metrics = SimpleNamespace(num_preemptions=0)
         self.warmed_up = False
 

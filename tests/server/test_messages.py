@@ -87,7 +87,7 @@ def test_count_tokens_counts_the_prompt(server):
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 500}, "temperature"),
         ({"magic": 1}, "magic: is not a field"),
-        ({"tool_choice": {"type": "tool", "name": "weather"}}, "cannot be forced"),
+        ({"tools": [_TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "cannot be forced"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0] is of type image"),
         (
             {

@@ -14,6 +14,7 @@ from maxmoe import conversation
 from maxmoe.chat.tokenizer import ByteTokenizer
 from maxmoe.config import load_config
 from maxmoe.inference.engine import Engine
+from maxmoe.inference.grammar import Grammars
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.model.transformer import Transformer
 from maxmoe.server.metrics import Metrics
@@ -34,9 +35,10 @@ def engine():
         model,
         random_weights(model, jnp.float32),
         max_batch=4,
-        max_len=512,
+        max_len=1536,
         prefill_chunk=_CHUNK,
         prefix_cache_bytes=2**24,
+        grammars=Grammars(_TOKENIZER, config.eos_id),
         thinking=conversation.thinking_markers(_TOKENIZER),
     )
 
@@ -111,6 +113,46 @@ def test_prefix_is_found_for_the_same_salt_alone(server):
     text = server.client.get("/metrics").text
     (line,) = (line for line in text.splitlines() if line.startswith("maxmoe:prefix_cache_hits_total{"))
     assert float(line.split()[-1]) >= _CHUNK
+
+
+_LETTER = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def _asks(server, **fields) -> dict:
+    body = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "none", "max_tokens": 120} | fields
+    response = server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_answer_matches_its_schema(server):
+    schema = {"type": "json_schema", "json_schema": {"name": "letter", "schema": _LETTER, "strict": True}}
+    answer = _asks(server, response_format=schema, seed=4)
+    assert json.loads(answer["choices"][0]["message"]["content"])["a"] in ("x", "y")
+    assert answer["choices"][0]["finish_reason"] == "stop" and "warnings" not in answer
+
+
+def test_named_tool_is_called(server):
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": _LETTER}} for name in ("f", "g")
+    ]
+    choice = {"type": "function", "function": {"name": "g"}}
+    answer = _asks(server, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
+    (asked,) = answer["choices"][0]["message"]["tool_calls"]
+    assert asked["function"]["name"] == "g" and json.loads(asked["function"]["arguments"])["a"] in ("x", "y")
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_schema_that_cannot_be_enforced_is_refused(server):
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#/nowhere"}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": schema}
+    response = server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "response_format"
 
 
 def test_thinking_budget_ends_thinking(server):
