@@ -64,6 +64,8 @@ def _call(grammar: "_Grammar", number: int, tool: Mapping[str, Any]) -> str:
     parameters = parameters if isinstance(parameters, Mapping) else {}
     properties = parameters.get("properties")
     required = parameters.get("required") or []
+    if not isinstance(required, list):
+        raise RequestError(f"required of tool {tool.get('name')!r:.80} must be a list of names; got {required!r:.80}")
     if not isinstance(properties, Mapping) or not properties:
         arguments = "any_argument*" if properties is None else ""
     else:
@@ -85,8 +87,8 @@ def _argument(grammar: "_Grammar", key: str, schema: Any, parameters: Mapping[st
     """One argument: its type stands in the tag, and decides how the value is written."""
     schema = schema if isinstance(schema, Mapping) else {}
     kind = schema.get("type")
-    kinds = list(_TYPES) if kind is None else [kind] if isinstance(kind, str) else list(kind)
-    if unknown := [name for name in kinds if name not in _TYPES]:
+    kinds = list(_TYPES) if kind is None else kind if isinstance(kind, list) else [kind]
+    if unknown := [name for name in kinds if not isinstance(name, str) or name not in _TYPES]:
         raise RequestError(f"argument {key!r:.80} has the type {unknown[0]!r:.80}; types are {', '.join(_TYPES)}")
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     forms = []

@@ -28,15 +28,14 @@ async def constraint_of(service: Service, request: Mapping[str, Any]) -> Constra
     """
     grammars = service.engine_thread.engine.grammars
     goes_on = request.get("add_generation_prompt") is False  # what it must match has begun already
-    grammar = "" if grammars is None or goes_on else chat.answer_grammar(request, service.tokenizer)
-    if not grammar:
-        return Constraint("", _unenforced(request))
     try:
-        await asyncio.to_thread(grammars.matcher, grammar)
+        grammar = "" if grammars is None or goes_on else chat.answer_grammar(request, service.tokenizer)
+        if grammar:
+            await asyncio.to_thread(grammars.matcher, grammar)
     except ValueError as error:
         param = "response_format" if request.get("response_format") else "tools"
         raise bad_request(f"{param}: {error}", param, "unsupported_schema") from error
-    return Constraint(grammar, ())
+    return Constraint(grammar, () if grammar else _unenforced(request))
 
 
 def _unenforced(request: Mapping[str, Any]) -> tuple[str, ...]:

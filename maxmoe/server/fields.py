@@ -62,7 +62,9 @@ class ExtendedSamplingFields(SamplingFields):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = Field(None, description="Lower is sooner.")
+    priority: Annotated[int, Field(ge=0, le=1_000_000)] | None = Field(
+        None, description="More is later: such requests give way to others. Nobody can ask to come before them."
+    )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Keeps cached prefixes apart from those of requests with another salt."
     )

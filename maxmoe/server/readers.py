@@ -132,7 +132,8 @@ class ChatReader:
             reason = "stop"
         elif self._max_calls is not None and len(message["tool_calls"]) > self._max_calls:
             message["tool_calls"] = message["tool_calls"][: self._max_calls]
-        warnings = tuple(f"tool calls: {text}" for text in self._parser.warnings if "call" in text)
+        # Where this reader broke off, so did the call that was on its way.
+        warnings = () if self.done else tuple(f"tool calls: {w}" for w in self._parser.warnings if "call" in w)
         finished = Finished(
             message=message,
             finish_reason=reason,

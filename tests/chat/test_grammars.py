@@ -160,5 +160,13 @@ def test_schemas_that_cannot_be_read_are_refused():
     request = {"messages": ASK, "tools": [_tool("f", {"a": {"type": "text"}}, strict=True)]}
     with pytest.raises(chat.RequestError, match="type 'text'; types are integer, string"):
         answer_grammar(request, TOKENIZER)
+    for kind in (5, [{"type": "string"}]):
+        request = {"messages": ASK, "tools": [_tool("f", {"a": {"type": kind}}, strict=True)]}
+        with pytest.raises(chat.RequestError, match="types are integer, string"):
+            answer_grammar(request, TOKENIZER)
+    request = {"messages": ASK, "tools": [_tool("f", {"a": {}}, required=(), strict=True)]}
+    request["tools"][0]["function"]["parameters"]["required"] = 5
+    with pytest.raises(chat.RequestError, match="required of tool 'f' must be a list"):
+        answer_grammar(request, TOKENIZER)
     with pytest.raises(chat.RequestError, match="schema of response_format must be an object"):
         answer_grammar({"messages": ASK, **_format([1])}, TOKENIZER)

@@ -19,18 +19,32 @@ import schemathesis
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import status_code_conformance
 
+from maxmoe.inference.grammar import Grammars
 from maxmoe.server import openapi
 from maxmoe.server.service import Options
 from maxmoe.server.sessions import SessionStore
 from tests.server.conftest import Running, running
-from tests.server.stub_engine import VOCAB_SIZE, StubEngine
+from tests.server.stub_engine import END_ID, TOKENIZER, VOCAB_SIZE, StubEngine
 
 _TIMEOUT_S = 20  # longer is a hang
 _DESCRIPTION = openapi.description(Options(model_name="tiny"))
 _SCHEMA = schemathesis.openapi.from_dict(_DESCRIPTION)
 _NAMES = sorted({name for schema in _DESCRIPTION["components"]["schemas"].values() for name in schema["properties"]})
 
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+_NAMES += ["type", "enum", "const", "properties", "required", "items", "maxLength", "pattern", "anyOf", "$ref", "$defs"]
+
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "enum": ["x"]},
+        "b": {"type": ["integer", "null"]},
+        "c": {"$ref": "#/$defs/d"},
+        "e": {"type": "string", "maxLength": 5},
+    },
+    "required": ["a"],
+    "$defs": {"d": {"type": "number"}},
+}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": _PARAMETERS, "strict": True}}
 _CALL = {"id": "f_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 _CHAT = {
     "model": "tiny",
@@ -52,11 +66,15 @@ _CHAT = {
     "n": 2,
     "logit_bias": {"5": 1.5},
     "thinking": {"type": "enabled", "effort": "low"},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": _PARAMETERS}},
 }
 _REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", _CHAT),
     ("/v1/chat/completions", _CHAT | {"stream": False, "tool_choice": "required", "parallel_tool_calls": False}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "q"}], "tools": [_TOOL], "tool_choice": "required", "n": 1},
+    ),
     ("/v1/completions", {"prompt": ["a", "<|sep|>b"], "max_tokens": 9, "logprobs": 2, "stop": "q", "stream": True}),
     ("/v1/completions", {"prompt": [[1, 2], [3]], "n": 2, "min_p": 0.1, "stop_token_ids": [7], "min_tokens": 2}),
     (
@@ -108,7 +126,9 @@ _REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Running]:
     store = SessionStore(tmp_path_factory.mktemp("sessions"), "tiny", VOCAB_SIZE)
-    with running(StubEngine(max_batch=64), sessions=store) as found:
+    engine = StubEngine(max_batch=64)
+    engine.grammars = Grammars(TOKENIZER, END_ID)
+    with running(engine, sessions=store) as found:
         answer = found.chat().json()
         assert found.client.post("/v1/sessions", json={"name": "saved", "response_id": answer["id"]}).status_code == 201
         yield found
