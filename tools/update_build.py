@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "hypothesis": "hypothesis",
     "jax": "jax",
     "jaxtyping": "jaxtyping",
+    "llguidance": "llguidance",
     "matplotlib": "matplotlib",
     "ml_dtypes": "ml_dtypes",
     "moto": "moto",
@@ -44,7 +45,7 @@ DISTRIBUTIONS = {
     "xxhash": "xxhash",
     "yaml": "pyyaml",
 }
-EXTRAS = {"llguidance", "tokamax"}  # imported where they are installed; what Bazel builds does without them
+EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
 
 
 def module_name(path: Path) -> str:

@@ -72,6 +72,7 @@ class Parser:
     Attributes:
       finish_reason: "tool_calls", "stop" or "length", once finished.
       num_reasoning_tokens: Ids inside the thinking, markers not counted.
+      ended: Whether the message is over: further ids are not read.
       warnings: What was not as trained, in order.
     """
 
@@ -89,8 +90,7 @@ class Parser:
         Args:
           prompt_ids: The whole prompt: its last tag tells the channel that the model writes in, and the calls in it
             number those to come.
-          allow_tool_calls: Whether the request has tools and does not forbid them, see `Prompt.allows_tool_calls`; else
-            calls are dropped.
+          allow_tool_calls: Whether calls are read, see `Prompt.allows_tool_calls`; else they are dropped.
           lenient_markers: Whether the end of thinking and the beginning of answer and tools also count where the model
             spells them as text. An answer about this markup then loses them.
           force_nonempty_content: Whether a message that ends by itself with thinking alone, neither answer nor calls,
@@ -116,7 +116,7 @@ class Parser:
         self._call: _Call | None = None
         self._num_slots = 0  # calls that the stream has shown
         self._json_body: list[str] = []
-        self._ended = False
+        self.ended = False
         self._deltas: list[Delta] = []
         self.finish_reason: Literal["stop", "length", "tool_calls"] | None = None
         self.num_reasoning_tokens = 0
@@ -129,7 +129,7 @@ class Parser:
         """
         self._deltas = []
         for token_id in ids:
-            if self._ended:
+            if self.ended:
                 break
             self._take(token_id)
         return self._deltas
@@ -143,7 +143,7 @@ class Parser:
           ended_by: Why the engine stopped. With "length", a message that has not ended by itself was cut off.
         """
         if self.finish_reason is None:
-            cut_off = ended_by == "length" and not self._ended
+            cut_off = ended_by == "length" and not self.ended
             if self._decoder.finish():
                 self._warn("it ends inside a character, which is dropped")
             if self._spelled is not None and self._spelled.take_held():
@@ -157,11 +157,6 @@ class Parser:
             "content": None if content == "" and self._calls else content,
             "tool_calls": [call.as_dict() for call in self._calls],
         }
-
-    @property
-    def ended(self) -> bool:
-        """Whether the message is over, by a marker or by `finish`: further ids are not read."""
-        return self._ended
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> tuple[_Place, int]:
         """Where a prompt stops, and how many tool calls it holds; a tag that it breaks off is gone on with."""
@@ -388,7 +383,7 @@ class Parser:
             self._warn("it ends inside a tag, which is dropped")
             self._tag_ids = None
         self._drop_open_call()
-        self._ended = True
+        self.ended = True
         is_empty = not (self._calls or "".join(self._content or []))
         if self._force_nonempty_content and not cut_off and is_empty and self._reasoning:
             self._warn("it ends without an answer: its thinking is the content")

@@ -413,15 +413,3 @@ def test_rendered_message_is_read_back(reasoning, content, calls, steps):
     assert parser.warnings == []
     again = chat.prepare({"messages": [*question, message], "add_generation_prompt": False}, _BYTES).ids
     assert again == whole, "what was generated is encoded again id for id"
-
-
-def test_prompt_that_breaks_off_inside_a_tag(byte_tokenizer):
-    whole = byte_tokenizer.encode(
-        "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b", allow_special=True
-    )
-    for at in range(5 + 2, len(whole)):
-        parser = chat.Parser(byte_tokenizer, whole[:at])
-        parser.feed(whole[at:])
-        message = parser.finish()
-        assert "think" not in (message["reasoning_content"] or "") + (message["content"] or "")
-        assert message["content"] == "b"

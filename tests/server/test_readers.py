@@ -63,6 +63,14 @@ def test_tokens_after_the_message_are_not_read():
     assert reader.done and finished.ids == ended and finished.message["content"] == "done"
 
 
+def test_prompt_that_breaks_off_inside_a_tag_is_gone_on_with():
+    for at in range(len(_PROMPT), len(_PROMPT) + len(message("b", thinking="a")) - 2):
+        whole = [*_PROMPT, *message("b", thinking="a")]
+        _, finished = _read(ChatReader(TOKENIZER, whole[:at]), _steps(whole[at:]))
+        said = finished.message
+        assert (said["reasoning_content"] or "") + (said["content"] or "") in ("ab", "b", "")
+
+
 def test_end_of_turn_is_counted_and_is_no_text():
     reader = ChatReader(TOKENIZER, _PROMPT, keeps_steps=True)
     _, finished = _read(reader, _steps(message("é", thinking="t")))
