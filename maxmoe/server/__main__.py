@@ -29,6 +29,7 @@ from maxmoe import conversation, model_flags
 from maxmoe.command_line import flags_parser
 from maxmoe.server import request_log
 from maxmoe.server.app import make_app
+from maxmoe.server.connections import PunctualProtocol
 from maxmoe.server.engine_thread import EngineThread
 from maxmoe.server.keys import Keys, read_keys
 from maxmoe.server.metrics import Metrics
@@ -73,6 +74,13 @@ def _define_flags() -> None:
         "or answered with warnings.",
     )
     flags.DEFINE_boolean("mirror_reasoning", False, "Tell thinking as `reasoning` too, besides `reasoning_content`.")
+    flags.DEFINE_boolean(
+        "lenient_markers", False, "Also read markers that the model spells as text; answers about the markup lose them."
+    )
+    flags.DEFINE_boolean(
+        "force_nonempty_content", False, "Tell thinking as the answer too, where the model ends without an answer."
+    )
+    flags.DEFINE_boolean("log_bodies", False, "Write requests and answers into the log, prompts and all.")
     flags.DEFINE_string("session_dir", None, "Folder for /v1/sessions. Default: no sessions are kept.")
     flags.DEFINE_float(
         "max_request_s", None, "Seconds after which an answer is given up. Default: none.", lower_bound=0.001
@@ -151,6 +159,9 @@ def _make_service(folder: str | Path) -> Service:
             model_name=name,
             strict_history=values.history == "strict",
             mirrors_reasoning=values.mirror_reasoning,
+            lenient_markers=values.lenient_markers,
+            force_nonempty_content=values.force_nonempty_content,
+            logs_bodies=values.log_bodies,
             max_request_s=values.max_request_s,
             max_body_bytes=int(values.max_body_mib * 2**20),
         ),
@@ -179,6 +190,7 @@ def run(service: Service, keys: Keys) -> int:
     request_log.LOGGER.addHandler(handler)
     config = uvicorn.Config(
         make_app(service, keys=keys, requests_per_minute=values.requests_per_minute, extra_routes=routes()),
+        http=PunctualProtocol,
         host=values.host,
         port=values.port,
         access_log=False,  # there is another

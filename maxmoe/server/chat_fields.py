@@ -31,19 +31,6 @@ class ToolCall(OpenFields):
     function: CallFunction
 
 
-class Message(OpenFields):
-    """Of the conversation. What the model cannot be told of it counts as lost history, and is judged as such."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = Field(None, description="An assistant's thinking; send back what was received.")
-    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    partial: bool | None = Field(None, description="Of the last message: whether the model goes on with it.")
-
-
 class Function(OpenFields):
     """Of a tool; it is told to the model as it is given."""
 
@@ -58,6 +45,20 @@ class Tool(OpenFields):
 
     type: Literal["function"]
     function: Function
+
+
+class Message(OpenFields):
+    """Of the conversation. What the model cannot be told of it counts as lost history, and is judged as such."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="An assistant's thinking; send back what was received.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    tools: list[Tool] | None = Field(None, description="Of a system message without content: more tools.")
+    partial: bool | None = Field(None, description="Of the last message: whether the model goes on with it.")
 
 
 class ChosenFunction(Fields):

@@ -40,6 +40,8 @@ async def read(request: Request, service: Service, model: type[Model]) -> tuple[
     """A request's fields, checked, and its body as it came. Raises: ApiError; what `read_json` raises."""
     body = await read_json(request, service.options)
     fields = read_fields(model, body.value)
+    if service.options.logs_bodies:
+        request.state.log.add(body=body.value)
     service.check_model(getattr(fields, "model", None))
     return fields, body
 
@@ -64,20 +66,22 @@ async def answer(
     """
     generation = Generation(service, plan)
     if not streams:
-        return await while_connected(request, _whole(request, generation, form, on_end))
+        return await while_connected(request, _whole(request, service, generation, form, on_end))
     events = _events(request, service, generation, form, on_end)
     first = await anext(events)  # from here on its end cleans up, even if nobody takes another event
     return EventStream(first, events, service.options.write_timeout_s)
 
 
-async def _whole(request: Request, generation: Generation, form: Form, on_end: Callable | None) -> Response:
+async def _whole(
+    request: Request, service: Service, generation: Generation, form: Form, on_end: Callable | None
+) -> Response:
     with generation:
         await generation.start()
         async for _ in generation.updates():
             pass
         results = generation.in_order()
         body = form.whole(generation, results)
-    _note(request, generation)
+    _note(request, service, generation)
     if on_end is not None:
         on_end(results)
     return JsonResponse(body)
@@ -104,11 +108,13 @@ async def _events(
             request.state.log.add(error=error.code)
             yield b"".join(form.failure(error))
         finally:
-            _note(request, generation)
+            _note(request, service, generation)
 
 
-def _note(request: Request, generation: Generation) -> None:
+def _note(request: Request, service: Service, generation: Generation) -> None:
     used = generation.usage()
+    if service.options.logs_bodies:
+        request.state.log.add(answers=[result.message for result in generation.results.values()])
     request.state.log.add(
         prompt_tokens=used["prompt_tokens"],
         completion_tokens=used["completion_tokens"],

@@ -115,7 +115,8 @@ def _problem(model: type[BaseModel], found: Mapping[str, Any]) -> str:
     if found["type"] == "extra_forbidden":
         fields = f"; the fields are {', '.join(sorted(model.model_fields))}" if len(found["loc"]) == 1 else ""
         return f"is not a field that this server knows{fields}"
-    return f"{found['msg'][:200]}; got {_shown(found['input'])}"
+    problem = "must be an object" if found["type"] in ("model_type", "dict_type") else found["msg"][:200]
+    return f"{problem}; got {_shown(found['input'])}"
 
 
 def _shown(value: Any) -> str:

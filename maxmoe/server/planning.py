@@ -147,6 +147,8 @@ def _plan(
             min_tokens=params[index].min_tokens,
             max_calls=ask.max_calls,
             keeps_steps=ask.keeps_steps,
+            lenient_markers=service.options.lenient_markers,
+            force_nonempty_content=service.options.force_nonempty_content,
         )
 
     return Plan(
@@ -216,11 +218,13 @@ def _check_images(request: Mapping[str, Any]) -> None:
 
 
 def _check_tool_names(request: Mapping[str, Any]) -> None:
+    """Of the request and of system messages, which may declare more."""
     names: set[str] = set()
-    for i, tool in enumerate(request.get("tools") or ()):
-        name = tool["function"]["name"]
-        if name in names:
-            raise bad_request(
-                f"tools[{i}]: there is another tool {name!r:.80}", f"tools[{i}].function.name", "invalid_field"
-            )
-        names.add(name)
+    declared = [("", request.get("tools") or ())]
+    declared += [(f"messages[{i}].", message.get("tools") or ()) for i, message in enumerate(request["messages"])]
+    for place, tools in declared:
+        for i, tool in enumerate(tools):
+            path, name = f"{place}tools[{i}].function.name", tool["function"]["name"]
+            if name in names:
+                raise bad_request(f"{path}: there is another tool {name!r:.80}", path, "invalid_field")
+            names.add(name)

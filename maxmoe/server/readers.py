@@ -84,6 +84,8 @@ class ChatReader:
         min_tokens: int = 0,
         max_calls: int | None = None,
         keeps_steps: bool = False,
+        lenient_markers: bool = False,
+        force_nonempty_content: bool = False,
     ):
         """Starts where the prompt ends.
 
@@ -92,8 +94,15 @@ class ChatReader:
           min_tokens: A stop string within the first so many tokens does not count.
           max_calls: After so many tool calls the answer is over.
           keeps_steps: Whether pieces of text carry their tokens.
+          lenient_markers, force_nonempty_content: See `chat.Parser`.
         """
-        self._parser = Parser(tokenizer, prompt_ids, allow_tool_calls=allow_tool_calls)
+        self._parser = Parser(
+            tokenizer,
+            prompt_ids,
+            allow_tool_calls=allow_tool_calls,
+            lenient_markers=lenient_markers,
+            force_nonempty_content=force_nonempty_content,
+        )
         self._special_ids = frozenset(tokenizer.special_ids.values())
         self._stops = StopStrings(stops)
         self._min_tokens, self._max_calls, self._keeps_steps = min_tokens, max_calls, keeps_steps

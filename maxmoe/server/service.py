@@ -18,6 +18,8 @@ class Options:
       model_name: That clients know the model by.
       strict_history: Whether a request that would lose history is refused; otherwise it is answered with warnings.
       mirrors_reasoning: Whether thinking is also told under the name `reasoning`, for clients that know only that.
+      lenient_markers, force_nonempty_content: Of `chat.Parser`.
+      logs_bodies: Whether requests and answers go into the log.
       max_request_s: Seconds after which an answer is given up; None for never.
       max_body_bytes: Of a request.
       max_depth: Of nested lists and objects in it.
@@ -29,6 +31,9 @@ class Options:
     model_name: str
     strict_history: bool = True
     mirrors_reasoning: bool = False
+    lenient_markers: bool = False
+    force_nonempty_content: bool = False
+    logs_bodies: bool = False
     max_request_s: float | None = None
     max_body_bytes: int = 32 * 2**20
     max_depth: int = 64

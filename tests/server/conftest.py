@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from maxmoe.server.app import make_app
+from maxmoe.server.connections import PunctualProtocol
 from maxmoe.server.engine_thread import EngineThread
 from maxmoe.server.service import Options, Service
 from tests.server.stub_engine import TOKENIZER, StubEngine
@@ -81,7 +82,8 @@ def running(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        config = uvicorn.Config(make_app(service, **app_settings or {}), log_level="warning", lifespan="on")
+        app = make_app(service, **app_settings or {})
+        config = uvicorn.Config(app, http=PunctualProtocol, log_level="warning", lifespan="on")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

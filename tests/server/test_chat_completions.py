@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.server.stub_engine import StubEngine, call, message
+from tests.server.stub_engine import TOKENIZER, StubEngine, call, ids_of, message
 
 _USER = {"role": "user", "content": "hi"}
 _WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -187,6 +187,12 @@ def test_instructions_without_enforcement_come_with_warnings(serve):
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
         ({"tools": [_WEATHER, _WEATHER]}, "tools[1].function.name", "another tool"),
+        (
+            {"tools": [_WEATHER], "messages": [{"role": "system", "tools": [_WEATHER]}, _USER]},
+            "messages[0].tools[0].function.name",
+            "another tool",
+        ),
+        ({"messages": [{"role": "system", "tools": [5]}, _USER]}, "messages[0].tools[0]", "object"),
         ({"tool_choice": "required"}, "tool_choice", "no tools are declared"),
         ({"tools": [_WEATHER], "tool_choice": _WEATHER["function"] | {"type": "function"}}, None, "tool_choice"),
         ({"stream_options": {"usage": True}}, "stream_options.usage", "not a field"),
@@ -241,6 +247,17 @@ def test_lost_history_is_refused_with_token_counts_or_warned_about(serve):
     assert "messages[1]: tool_calls (1) without reasoning_content" in body["warnings"][0]
     chunks = chunks_of(server.chat(messages=history, tools=[_WEATHER], history="lenient", stream=True))
     assert chunks[0]["warnings"] == body["warnings"]
+
+
+def test_spelled_markers_and_empty_answers_as_the_server_is_told(serve):
+    spelled = TOKENIZER.encode("hm<|close|>think<|sep|>yes")  # as text
+    server = serve(says([*spelled, *ids_of("<|close|>message<|sep|><|end_of_msg|>")]), lenient_markers=True)
+    told = server.chat().json()["choices"][0]["message"]
+    assert told["content"] == "yes" and told["reasoning_content"] == "hm"
+    ends = ids_of("thoughts<|close|>message<|sep|><|end_of_msg|>")
+    assert serve(says(ends)).chat().json()["choices"][0]["message"]["content"] is None
+    server = serve(says(ends), force_nonempty_content=True)
+    assert server.chat().json()["choices"][0]["message"]["content"] == "thoughts"
 
 
 def test_unknown_model_is_not_found(serve):

@@ -157,6 +157,25 @@ def test_log_has_a_line_of_json_without_what_was_said(serve, caplog):
     assert answer and answer not in "".join(texts)
 
 
+def test_log_holds_what_was_said_where_that_is_asked_for(serve, caplog):
+    caplog.set_level(logging.INFO, "maxmoe.server.requests")
+    server = serve(logs_bodies=True)
+    answer = server.chat("a question").json()["choices"][0]["message"]["content"]
+    server.wait_idle()
+    entry = json.loads(caplog.records[-1].getMessage())
+    assert entry["body"]["messages"][0]["content"] == "a question" and entry["answers"][0]["content"] == answer
+
+
+def test_connection_without_a_request_is_closed(serve, monkeypatch):
+    monkeypatch.setattr("maxmoe.server.connections.HEAD_TIMEOUT_S", 0.2)
+    server = serve(StubEngine(step_s=0.01))
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost")
+        assert client.recv(100) == b""
+    assert server.chat(max_tokens=50).status_code == 200  # takes longer than the limit, and is no wait for a request
+
+
 def test_fault_in_the_server_is_a_500_with_the_trace_id(serve, monkeypatch, caplog):
     server = serve()
 

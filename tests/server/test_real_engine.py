@@ -117,7 +117,7 @@ def test_prefix_is_found_for_the_same_salt_alone(server):
 
 _LETTER = {
     "type": "object",
-    "properties": {"a": {"enum": ["x", "y"]}},
+    "properties": {"a": {"type": "string", "enum": ["x", "y"]}},
     "required": ["a"],
     "additionalProperties": False,
 }
