@@ -40,7 +40,7 @@ DISTRIBUTIONS = {
     "xxhash": "xxhash",
     "yaml": "pyyaml",
 }
-EXTRAS = {"tokamax"}  # imported where they are installed; what Bazel builds does without them
+EXTRAS = {"llguidance", "tokamax"}  # imported where they are installed; what Bazel builds does without them
 
 
 def module_name(path: Path) -> str:

@@ -8,6 +8,7 @@ messages.append(parser.finish())  # thinking included, for the next request
 """
 
 from maxmoe.chat.encoding import ContextOverflowError, Prompt, encode, prepare, render
+from maxmoe.chat.grammars import answer_grammar
 from maxmoe.chat.history import HistoryError, Loss
 from maxmoe.chat.images import image_prompt, num_vision_tokens
 from maxmoe.chat.markup import Segment
@@ -24,6 +25,7 @@ __all__ = [
     "Prompt",
     "RequestError",
     "Segment",
+    "answer_grammar",
     "encode",
     "image_prompt",
     "num_vision_tokens",

@@ -135,6 +135,11 @@ def _messages(given: Any) -> list[Mapping[str, Any]]:
     return messages
 
 
+def declared_tools(request: ChatRequest) -> list[Any]:
+    """Tools that the model may call: those of the request, then those that messages add."""
+    return [*request.tools, *_message_tools(request.messages)]
+
+
 def _message_tools(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     found = []
     for i, message in enumerate(messages):

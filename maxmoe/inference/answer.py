@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from maxmoe.inference.budget import ThinkingState
+from maxmoe.inference.grammar import Matcher
 from maxmoe.inference.next_token import Chosen
 from maxmoe.inference.sampling import INVALID_TOKEN
 from maxmoe.inference.sampling_params import SamplingParams
@@ -76,8 +77,8 @@ class Completion:
     first_token_s: float
 
 
-class InvalidLogitsError(FloatingPointError):
-    """The logits of a request are no distribution.
+class AnswerError(RuntimeError):
+    """An answer that cannot go on: its logits are no distribution, or its grammar cannot be followed.
 
     Attributes:
       completions: Of the same call, in the order of its prompts; None for each that failed.
@@ -97,6 +98,8 @@ class Answer:
       stop_ids: All ids that end it, the model's own included.
       submitted_s, first_token_s: On the clock of `time.perf_counter`; None until it comes.
       text: None where the engine makes none.
+      matcher: Of its grammar; None where any token may come.
+      begins_thinking: Whether the prompt ends within thinking.
       steps: One per token.
       thinking: Where the last token left it between the markers; None before the first, and without markers.
       thought: Tokens inside and outside thinking so far, markers and the stop id counted as neither.
@@ -112,6 +115,8 @@ class Answer:
     submitted_s: float
     first_token_s: float | None = None
     text: StoppableText | None = None
+    matcher: Matcher | None = None
+    begins_thinking: bool = False
     steps: list[Step] = dataclasses.field(default_factory=list)
     thinking: ThinkingState | None = None
     thought: tuple[int, int] | None = None
@@ -126,8 +131,14 @@ class Answer:
         """Every token so far, prompt and answer."""
         return np.concatenate([self.prompt, self.answered()])
 
-    def take(self, chosen: Chosen, index: int, now_s: float) -> Step | None:
-        """Adds the token that was chosen, on the host by now, for the row of that index; None if there was none."""
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the next token must fit a grammar: there is one, and thinking is over."""
+        is_thinking = self.begins_thinking if self.thinking is None else self.thinking.thinking
+        return self.matcher is not None and not is_thinking
+
+    def take(self, chosen: Chosen, index: tuple[int, ...], now_s: float) -> Step | None:
+        """Adds the token that stands at an index of what was chosen, on the host by now; None if there was none."""
         token_id = int(chosen.tokens[index])
         if token_id == INVALID_TOKEN:
             self.failure = (
@@ -135,6 +146,12 @@ class Answer:
                 "nothing but -inf. The weights, or the numbers computed from them, are broken"
             )
             return None
+        if self.is_constrained:
+            try:
+                self.matcher.accept(token_id)
+            except ValueError as error:
+                self.failure = f"prompt {self.row}, token {len(self.steps) + 1} of its answer: {error}"
+                return None
         if self.first_token_s is None:
             self.first_token_s = now_s
         is_stop_id = token_id in self.stop_ids
@@ -159,10 +176,10 @@ class Answer:
             text += self.text.finish()
         return Step(token_id, logprob, reason, text, stop_string, top)
 
-    def _top(self, chosen: Chosen, index: int) -> tuple[tuple[int, float], ...]:
+    def _top(self, chosen: Chosen, index: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
         if not self.params.top_logprobs:
             return ()
-        ids, logprobs = (array[index, : self.params.top_logprobs].tolist() for array in chosen.top)
+        ids, logprobs = (array[index][: self.params.top_logprobs].tolist() for array in chosen.top)
         return tuple(zip(ids, logprobs, strict=True))
 
     def completion(self) -> Completion:

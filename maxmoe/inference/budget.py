@@ -118,6 +118,11 @@ def start_thinking(
     return budgets, state
 
 
+def ends_thinking(markers: ThinkingMarkers, prompt: Int[np.ndarray, "T"]) -> bool:
+    """Whether a prompt ends within thinking, so that its answer begins there."""
+    return _stand(markers, prompt)[0]
+
+
 def forced_ids(budgets: Budgets, state: ThinkingState) -> Int[Array, "B"]:
     """The id that must come next in each row, or -1 where any may."""
     spent = state.thinking & (state.num_thinking >= budgets.limits)

@@ -4,26 +4,18 @@ A drafter is told every token of a sequence and proposes a few more. `NgramDraft
 last few tokens the last time they stood in the sequence may follow them again.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
+
+from maxmoe.inference.answer import Answer
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd: spreads over the high bits
 _EMPTY = -1
-
-
-class Draft(NamedTuple):
-    """Proposed ids in order.
-
-    Attributes:
-      logprobs: The distribution that each id was drawn from, in nats; None where there was no draw: the ids are then
-        what the drafter says for certain.
-    """
-
-    ids: Int[np.ndarray, "W"]
-    logprobs: Float[np.ndarray, "W V"] | None = None
 
 
 class Drafter(Protocol):
@@ -32,8 +24,74 @@ class Drafter(Protocol):
     def extend(self, ids: Sequence[int]) -> None:
         """Takes the next tokens of the sequence: a prompt, then what was verified. What was proposed is forgotten."""
 
-    def propose(self, max_tokens: int) -> Draft:
+    def propose(self, max_tokens: int) -> Int[np.ndarray, "W"]:
         """Up to `max_tokens` ids that may come next, maybe none. The sequence stays as it is."""
+
+
+MakeDrafter = Callable[[], Drafter]
+
+
+@dataclasses.dataclass
+class DraftStats:
+    """How good drafts were."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens per drafted token; 0 before the first."""
+        return self.num_accepted / max(self.num_drafted, 1)
+
+
+class Drafts:
+    """The drafts of a batch's requests, each with a drafter of its own for as long as the request is there."""
+
+    def __init__(self, make_drafter: MakeDrafter, max_tokens: int):
+        """`max_tokens` of a draft."""
+        self.max_tokens, self.stats = max_tokens, DraftStats()
+        self._make = make_drafter
+        self._drafters: weakref.WeakKeyDictionary[Answer, _Told] = weakref.WeakKeyDictionary()
+
+    def windows(
+        self, answers: Sequence[tuple[int, Answer]], num_rows: int
+    ) -> tuple[Int[np.ndarray, "B W+1"], Int[np.ndarray, "B"]]:
+        """For each row the last token of its answer and a draft behind it, and how many tokens that has.
+
+        No draft goes beyond a request's max_tokens, nor holds an id that would stop it: what is behind the end of an
+        answer never gets into its state.
+
+        Args:
+          answers: With the row of each; all have said something.
+        """
+        window, counts = np.zeros((num_rows, self.max_tokens + 1), np.int32), np.zeros(num_rows, np.int32)
+        for row, answer in answers:
+            draft = self._draft(answer)
+            counts[row] = draft.size
+            window[row, : draft.size + 1] = answer.steps[-1].token_id, *draft
+        return window, counts
+
+    def _draft(self, answer: Answer) -> Int[np.ndarray, "W"]:
+        told = self._drafters.get(answer)
+        if told is None:
+            told = self._drafters[answer] = _Told(self._make())
+            told.drafter.extend(answer.prompt)
+        told.drafter.extend([step.token_id for step in answer.steps[told.num_steps :]])
+        told.num_steps = len(answer.steps)
+        if answer.is_constrained:  # a grammar says what may come next, and not what after that
+            return np.zeros(0, np.int32)
+        room = min(self.max_tokens, answer.params.max_tokens - len(answer.steps) - 1)
+        draft = np.asarray(told.drafter.propose(room), np.int32)[:room] if room > 0 else np.zeros(0, np.int32)
+        stops = [place for place, token_id in enumerate(draft.tolist()) if token_id in answer.stop_ids]
+        return draft[: stops[0]] if stops else draft
+
+
+@dataclasses.dataclass
+class _Told:
+    """A drafter, and how many tokens of the answer it knows."""
+
+    drafter: Drafter
+    num_steps: int = 0
 
 
 class NgramDrafter:
@@ -71,14 +129,14 @@ class NgramDrafter:
             self._make_tables()
         self._index()
 
-    def propose(self, max_tokens: int) -> Draft:
+    def propose(self, max_tokens: int) -> Int[np.ndarray, "W"]:
         """See `Drafter`. A match so near the end that what followed it is short is taken to go round."""
         for match in self._matches:
             end = self._find(match)
             if end is not None:
                 period = self._size - end
-                return Draft(self._ids[end + np.arange(max_tokens) % period])
-        return Draft(np.zeros(0, np.int32))
+                return self._ids[end + np.arange(max_tokens) % period]
+        return np.zeros(0, np.int32)
 
     def _find(self, match: int) -> int | None:
         """Where a former occurrence of the last tokens ended."""

@@ -9,8 +9,8 @@ import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
-from maxmoe.inference.answer import Completion, InvalidLogitsError, Step
-from maxmoe.inference.budget import ThinkingMarkers
+from maxmoe.inference.answer import AnswerError, Completion, Step
+from maxmoe.inference.budget import ThinkingMarkers, ends_thinking
+from maxmoe.inference.drafting import Drafts, DraftStats, MakeDrafter
+from maxmoe.inference.grammar import Grammars
 from maxmoe.inference.prefix_cache import PrefixCache
 from maxmoe.inference.request import Request, check_request
 from maxmoe.inference.run import Run
@@ -29,6 +31,7 @@ from maxmoe.inference.scheduler import MAX_WAITING, Scheduler
 from maxmoe.inference.serving_loop import ServingLoop, ServingMetrics
 from maxmoe.inference.steps import decode_step_in_place, init_cache, prefill_in_place, prefill_row_in_place
 from maxmoe.inference.stop_strings import MakeDetokenizer, StoppableText
+from maxmoe.inference.warm_up import Program, Progress, list_programs, warm_up
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
 from maxmoe.ops.latent_cache import GROUP_ROWS
@@ -36,14 +39,6 @@ from maxmoe.ops.latent_cache import GROUP_ROWS
 PREFILL_CHUNK = 512  # tokens of a prompt that are prefilled at a time
 MIN_PREFILL_WIDTH = 16  # tokens; shorter chunks are padded to it
 MIN_CACHE_LEN = 256  # tokens
-
-
-class Program(NamedTuple):
-    """A program that serving compiles: what it does, for how many rows, and tokens per row."""
-
-    name: str
-    num_rows: int
-    num_tokens: int
 
 
 class Engine:
@@ -79,6 +74,9 @@ class Engine:
         prefix_cache_bytes: int = 0,
         detokenizer: MakeDetokenizer | None = None,
         thinking: ThinkingMarkers | None = None,
+        grammars: Grammars | None = None,
+        drafter: MakeDrafter | None = None,
+        num_draft_tokens: int = 7,
     ):
         """Compiles nothing yet, and allocates nothing.
 
@@ -95,6 +93,10 @@ class Engine:
           detokenizer: Makes the text of each answer, such as `lambda: StreamDecoder(tokenizer)`; None makes no text,
             and allows no stop strings.
           thinking: Markers between which the model thinks; None counts no thinking, and allows no budget for it.
+          grammars: Of the model's vocabulary, for requests that have one; None allows no grammar.
+          drafter: Makes what guesses the next tokens of one request, such as `NgramDrafter`, so that one step may take
+            several; answers stay the same. None takes a token at a time, which a busy accelerator does as fast.
+          num_draft_tokens: Of the longest guess.
         """
         sizes = {"max_batch": max_batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
         sizes |= {"max_waiting": max_waiting, "max_running_tokens": max_running_tokens}
@@ -106,7 +108,7 @@ class Engine:
         largest = max((*thinking.open_ids, *thinking.close_ids), default=0) if thinking is not None else 0
         if largest >= model.config.vocab_size:
             raise ValueError(f"Engine: marker id {largest} is outside the vocabulary of {model.config.vocab_size} ids")
-        self.detokenizer, self.thinking = detokenizer, thinking
+        self.detokenizer, self.thinking, self.grammars = detokenizer, thinking, grammars
         # Rows that lie on different devices are read at the same time; one row alone would leave the others idle.
         self.prefills_together = mesh is not None and mesh.shape.get("data", 1) > 1
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
@@ -118,6 +120,13 @@ class Engine:
                 f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
                 f"prefill_chunk={prefill_chunk} must be a multiple of {GROUP_ROWS}"
             )
+        sizes = mesh.shape.get("seq", 1) if mesh is not None else 1
+        if num_draft_tokens < 1 or (drafter is not None and (num_draft_tokens + 1) % sizes):
+            raise ValueError(
+                f"Engine: num_draft_tokens={num_draft_tokens} must be at least 1, and one more than it a multiple of "
+                f"the mesh's seq={sizes}"
+            )
+        self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
         self.max_waiting, self.max_running_tokens = max_waiting, max_running_tokens
         self.prefixes = PrefixCache(prefill_chunk, prefix_cache_bytes) if prefix_cache_bytes else None
 
@@ -171,14 +180,16 @@ class Engine:
         """Counts over all submitted requests."""
         return self._serving.metrics
 
+    @property
+    def draft_stats(self) -> DraftStats | None:
+        """How many drafted tokens of submitted requests held; None without a drafter."""
+        return None if self.drafter is None else self._serving.drafts.stats
+
     def compilations(self) -> list[Program]:
         """Every program of the model that serving submitted requests ever compiles, whatever comes."""
-        rows = self.max_batch if self.prefills_together else 1
-        longest = _at_least(self.prefill_widths, min(self.max_len, self.prefill_widths[-1]))
-        prefills = [Program("prefill", rows, width) for width in self.prefill_widths if width <= longest]
-        return [*prefills, Program("decode", self.max_batch, 1)]
+        return list_programs(self)
 
-    def warm_up(self, progress: Callable[[Program, int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles all of `compilations`, and what goes with them, so that no request waits for the compiler.
 
         Args:
@@ -187,29 +198,16 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("warm_up: requests wait or run already; call it before the first submit")
-        programs = self.compilations()
-        for done, program in enumerate(programs):
-            if progress is not None:
-                progress(program, done, len(programs))
-            self._rehearse(program.num_tokens, f"warm-up {done}")
-        if self.prefixes is not None:
-            self._rehearse(2, "warm-up")
-            self._rehearse(3, "warm-up")  # begins like the one before
-            self.prefixes.clear()
-        jax.block_until_ready(self._serving.cache)
-
-    def _rehearse(self, num_tokens: int, cache_salt: str) -> None:
-        """Serves a prompt of about so many tokens, and a second token if there is room."""
-        prompt = [self.model.config.bos_id] * min(num_tokens, self.max_len - 1)
-        params = SamplingParams(temperature=0.0, max_tokens=min(2, self.max_len - len(prompt)))
-        self.submit(prompt, params, cache_salt=cache_salt)
-        while self.has_work:
-            self.step()
+        warm_up(self, self._serving, progress)
 
     @functools.cached_property
     def _serving(self) -> ServingLoop:
         scheduler = Scheduler[Request](self.max_batch, max_tokens=self.max_running_tokens, max_waiting=self.max_waiting)
-        return ServingLoop(self, self._new_cache(self.max_batch, self.max_len), scheduler, prefixes=self.prefixes)
+        cache = self._new_cache(self.max_batch, self.max_len)
+        return ServingLoop(self, cache, scheduler, prefixes=self.prefixes, drafts=self._new_drafts())
+
+    def _new_drafts(self) -> Drafts | None:
+        return None if self.drafter is None else Drafts(self.drafter, self.num_draft_tokens)
 
     # ---- Prompts that are there at once -----------------------------------------------------------------------------
 
@@ -224,7 +222,7 @@ class Engine:
         Raises:
           ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
             before anything runs.
-          InvalidLogitsError: Logits without a distribution; names each such prompt and the position, and holds the
+          AnswerError: Logits without a distribution; names each such prompt and the position, and holds the
             answers to the others.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -233,12 +231,12 @@ class Engine:
         requests = [self._request(row, prompt, every[row]) for row, prompt in enumerate(prompts)]
         if not requests:
             return []
-        loop = self._loop(requests)
+        loop = self._loop(requests, drafts=self._new_drafts())
         while loop.scheduler.has_work:
             loop.step()
         completions = [None if request.failure else request.completion() for request in requests]
         if failures := [request.failure for request in requests if request.failure]:
-            raise InvalidLogitsError("; ".join(failures), completions)
+            raise AnswerError("; ".join(failures), completions)
         return completions
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Run:
@@ -247,7 +245,7 @@ class Engine:
         The last step carries the finish reason. If that is "stop", its token is the stop id, not part of the text.
         """
         request = self._request(0, prompt, params)
-        return Run(request, self._loop([request]))
+        return self._run(request)
 
     def resume(self, session: Session, new_ids: Sequence[int], params: SamplingParams) -> Run:
         """Continues a session as `stream` continues a prompt. Its state is taken over: it is used up.
@@ -274,7 +272,7 @@ class Engine:
         cache, need = session.cache, request.num_tokens
         if cache.max_len is not None and cache.max_len < need:
             cache = grow_cache(cache, _at_least(self.cache_lens, need))
-        return Run(request, self._loop([request], cache, None if len(new_ids) else session.logits))
+        return self._run(request, cache, None if len(new_ids) else session.logits)
 
     def _request(
         self,
@@ -293,11 +291,15 @@ class Engine:
                 f"prompt {row}: thinking_token_budget={params.thinking_token_budget} needs the markers of thinking: "
                 "make the engine with thinking=ThinkingMarkers(open_ids, close_ids)"
             )
+        if params.grammar and self.grammars is None:
+            raise ValueError(f"prompt {row}: grammar={params.grammar!r:.80} needs an engine that was given grammars")
         return Request(
             row=row,
             prompt=ids,
             params=params,
             text=self.detokenizer and StoppableText(self.detokenizer(), params.stop, params.min_tokens),
+            matcher=self.grammars.matcher(params.grammar) if params.grammar else None,
+            begins_thinking=self.thinking is not None and ends_thinking(self.thinking, ids),
             seed=fresh_seed() if params.seed is None else int(params.seed),
             stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
             num_tokens=ids.size + params.max_tokens,
@@ -307,14 +309,24 @@ class Engine:
             cache_salt=cache_salt,
         )
 
+    def _run(self, request: Request, *state) -> Run:
+        # A session must hold what was said and no more. Where a stop string ends a draft shows only after it is read.
+        drafts = None if request.params.stop else self._new_drafts()
+        return Run(request, self._loop([request], *state, drafts=drafts))
+
     def _loop(
-        self, requests: list[Request], cache: Cache | None = None, logits: Float[Array, "1 V"] | None = None
+        self,
+        requests: list[Request],
+        cache: Cache | None = None,
+        logits: Float[Array, "1 V"] | None = None,
+        *,
+        drafts: Drafts | None,
     ) -> ServingLoop:
         """A loop over a batch of its own, of the smallest shape that suffices; or over a single row that is given."""
         if cache is None:
             rows = _at_least(self.batch_sizes, min(len(requests), self.max_batch))
             cache = self._new_cache(rows, _at_least(self.cache_lens, max(r.num_tokens for r in requests)))
-        loop = ServingLoop(self, cache, Scheduler[Request](cache.batch_size, max_waiting=None), logits)
+        loop = ServingLoop(self, cache, Scheduler[Request](cache.batch_size, max_waiting=None), logits, drafts=drafts)
         for request in requests:
             loop.submit(request)
         return loop

@@ -99,7 +99,7 @@ def lay_out(
     """
     lengths = [prompt.size for prompt in prompts]
     said = [NOTHING_SAID] * len(prompts) if said is None else said
-    extras = stack_extras(params, stop_ids, lengths)
+    extras = stack_extras(params, stop_ids, lengths, vocab_size)
     budgets, thinking = None, None
     if markers is not None:
         budgets, thinking = start_thinking(markers, params, prompts, [row.thinking for row in said])

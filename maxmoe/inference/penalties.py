@@ -1,6 +1,7 @@
-"""What changes logits before a token is drawn: biases, penalties for repeating, stop ids that come too early.
+"""What changes logits before a token is drawn: biases, penalties for repeating, and what may not come.
 
-The order is that of vLLM: bias, repetition penalty, frequency and presence penalty, then the ban of early stops.
+The order is that of vLLM: bias, repetition penalty, frequency and presence penalty, then the bans: of stop ids that
+would come too early, and of what a grammar does not allow.
 All of them are `Extras` of fixed shapes, which exist where some row of a batch asks for one of them: so a step is one
 of two programs, whatever is asked.
 """
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxmoe.inference.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
 
@@ -53,10 +54,14 @@ class Extras(NamedTuple):
     bias: LogitBias
     penalties: Penalties
     early_stops: EarlyStops
+    allowed: UInt32[Array, "B V/32"]  # see `grammar.Matcher.words`; what a host writes anew for each token
 
 
 def stack_extras(
-    params: Sequence[SamplingParams], stop_ids: Sequence[frozenset[int]], prompt_lens: Sequence[int]
+    params: Sequence[SamplingParams],
+    stop_ids: Sequence[frozenset[int]],
+    prompt_lens: Sequence[int],
+    vocab_size: int,
 ) -> Extras | None:
     """The extras of a batch as host arrays; None if no row asks for any, nor for top log-probabilities.
 
@@ -76,12 +81,13 @@ def stack_extras(
         row[: len(p.logit_bias)] = [bias for _, bias in p.logit_bias]
     until = np.array([length + p.min_tokens for length, p in zip(prompt_lens, params, strict=True)], np.int32)
     banned = _fill_up([sorted(ids) for ids in stop_ids], MAX_STOP_IDS + 1)
-    return Extras(LogitBias(ids, values), penalties, EarlyStops(banned, until))
+    allowed = np.full((len(params), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    return Extras(LogitBias(ids, values), penalties, EarlyStops(banned, until), allowed)
 
 
 def _has_extras(params: SamplingParams) -> bool:
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    return bool(penalised or params.logit_bias or params.min_tokens or params.top_logprobs)
+    return bool(penalised or params.logit_bias or params.min_tokens or params.top_logprobs or params.grammar)
 
 
 def count_all(
@@ -99,7 +105,7 @@ def adjust(
     logits: Float[Array, "B V"], positions: Int[Array, "B"], extras: Extras, counts: TokenCounts
 ) -> Float[Array, "B V"]:
     """The logits that tokens at `positions` are drawn from. NaN stays NaN."""
-    bias, penalties, early_stops = extras
+    bias, penalties, early_stops, allowed = extras
     logits = jax.vmap(lambda row, ids, values: row.at[ids].add(values, mode="drop"))(logits, *bias)
     repeated = counts.in_prompt | (counts.in_answer > 0)
     repetition = penalties.repetition[:, None]
@@ -107,7 +113,10 @@ def adjust(
     logits -= penalties.frequency[:, None] * counts.in_answer
     logits -= penalties.presence[:, None] * (counts.in_answer > 0)
     banned = jnp.where((positions < early_stops.until)[:, None], early_stops.ids, _NO_ID)
-    return jax.vmap(lambda row, ids: row.at[ids].min(-jnp.inf, mode="drop"))(logits, banned)
+    logits = jax.vmap(lambda row, ids: row.at[ids].min(-jnp.inf, mode="drop"))(logits, banned)
+    token_ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    bits = jnp.repeat(allowed, 32, axis=1)[:, : logits.shape[1]] >> (token_ids % 32)
+    return jnp.where((bits & 1 == 1) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def count_tokens(counts: TokenCounts, tokens: Int[Array, "B"]) -> TokenCounts:

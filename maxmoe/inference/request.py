@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from maxmoe.config import ModelConfig
-from maxmoe.inference.answer import Answer, Completion, InvalidLogitsError
+from maxmoe.inference.answer import Answer, AnswerError, Completion
 from maxmoe.inference.next_token import Said
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.scheduler import Ticket
@@ -49,10 +49,10 @@ class Request(Ticket, Answer):
     def completion(self) -> Completion:
         """The answer.
 
-        Raises: InvalidLogitsError where the request failed; RuntimeError if it has not finished.
+        Raises: AnswerError where the request failed; RuntimeError if it has not finished.
         """
         if self.failure is not None:
-            raise InvalidLogitsError(self.failure, [None])
+            raise AnswerError(self.failure, [None])
         if self.status != "finished":
             raise RuntimeError(f"this request is {self.status}: only a finished one has a completion; see its steps")
         return super().completion()

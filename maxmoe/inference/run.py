@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from maxmoe.checkpoint.session import Session
-from maxmoe.inference.answer import InvalidLogitsError, Step
+from maxmoe.inference.answer import AnswerError, Step
 from maxmoe.inference.request import Request
 from maxmoe.inference.sampling import RowSettings
 
@@ -27,16 +27,19 @@ class Run:
         """Made by an engine: from a request and the loop that serves it alone."""
         self._request, self._loop = request, loop
         self.steps: list[Step] = request.steps
+        self._num_told = 0
 
     def __iter__(self) -> "Run":
         return self
 
     def __next__(self) -> Step:
-        while self._loop is not None and not self._request.ended:
-            if new := self._loop.step():
-                return new[0][1]
+        while self._loop is not None and self._num_told == len(self.steps) and not self._request.ended:
+            self._loop.step()
+        if self._num_told < len(self.steps):
+            self._num_told += 1
+            return self.steps[self._num_told - 1]
         if self._request.failure is not None:
-            raise InvalidLogitsError(self._request.failure, [None])
+            raise AnswerError(self._request.failure, [None])
         raise StopIteration
 
     def finish_text(self) -> str:
@@ -50,7 +53,7 @@ class Run:
 
         Raises:
           RuntimeError: Taken already, or interrupted before the prompt was read, or twice in one step.
-          InvalidLogitsError: Logits without a distribution.
+          AnswerError: Logits without a distribution.
         """
         request, loop = self._request, self._loop
         if loop is None:

@@ -41,6 +41,8 @@ class SamplingParams:
       top_logprobs: 0..20; so many likeliest tokens are told beside each token of the answer.
       thinking_token_budget: The most tokens that the answer may spend on thinking, markers not counted; thinking is
         then ended. None sets no limit. For engines that were given the markers of thinking.
+      grammar: That the answer must match once thinking is over, as llguidance's Lark; "" allows anything. For engines
+        that were given grammars.
     Raises: ValueError naming the field, its value and what is allowed.
     """
 
@@ -59,6 +61,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0
     thinking_token_budget: int | None = None
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         ranges = (
@@ -84,6 +87,7 @@ class SamplingParams:
         budget = self.thinking_token_budget
         limited = budget is None or (_is_int(budget) and budget >= 0)
         self._require("thinking_token_budget", limited, "an integer >= 0, or None for no limit")
+        self._require("grammar", isinstance(self.grammar, str), "a grammar as text")
         is_sequence = isinstance(self.stop_ids, Sequence | set | frozenset) and not isinstance(self.stop_ids, str)
         valid = is_sequence and all(_is_int(stop_id) and stop_id >= 0 for stop_id in self.stop_ids)
         self._require("stop_ids", valid, "a sequence of token ids >= 0")

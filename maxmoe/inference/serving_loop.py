@@ -16,6 +16,10 @@ What a request gets does not depend on its neighbours:
 
 The host stays one step behind: a token is on its way to the next step before the host looks at it, and what it needs
 for sampling stays on the device. So a stop id is noticed while the step after it runs, whose result is dropped.
+
+With drafts the host is in step, since it looks up in what has been said what may come next. Each iteration then takes
+the last token of every row and a draft behind it through the model at once. Answers stay the same; whether a token is
+read alone or in a window depends on the drafts of all rows, and rounds differently, which can only tip a tie.
 """
 
 import dataclasses
@@ -27,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmoe.inference.answer import InvalidLogitsError, Step
+from maxmoe.inference.answer import AnswerError, Step
+from maxmoe.inference.drafting import Drafts
 from maxmoe.inference.interrupts import interrupts_wait
 from maxmoe.inference.next_token import NOTHING_SAID, Chosen, Progress, Rows, lay_out, next_tokens
 from maxmoe.inference.prefix_cache import PrefixCache
@@ -35,6 +40,7 @@ from maxmoe.inference.request import Request, Status
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.scheduler import Scheduler
 from maxmoe.inference.steps import clear_row_in_place, on_mesh_of
+from maxmoe.inference.verification import Verdict, verify_in_place
 from maxmoe.model.cache import Cache
 
 if TYPE_CHECKING:
@@ -83,7 +89,7 @@ class ServingLoop:
     Attributes:
       cache: State of all rows, of tokens that the host has seen or that are on their way to it.
       logits: After the last token of each row that has read its prompt; None until one of them has.
-      on_way: The tokens that the host is fetching or has fetched last, with their log-probabilities.
+      on_way: The tokens that the host is fetching or has fetched last, and what is told about them.
     """
 
     def __init__(
@@ -93,18 +99,21 @@ class ServingLoop:
         scheduler: Scheduler[Request],
         logits: Float[Array, "rows V"] | None = None,
         prefixes: PrefixCache | None = None,
+        drafts: Drafts | None = None,
     ):
         """Takes over the cache, which has a row per slot of the scheduler.
 
         Args:
           logits: After the last token of a single row, where the cache holds one already.
           prefixes: Where prompts are looked up, and kept; None to read every prompt whole.
+          drafts: Proposes what rows may say next; None to take one token at a time.
         """
         self._engine, self.cache, self.scheduler, self.logits = engine, cache, scheduler, logits
-        self.prefixes, self.metrics = prefixes, ServingMetrics()
-        self.on_way: Chosen | None = None
+        self.prefixes, self.drafts, self.metrics = prefixes, drafts, ServingMetrics()
+        self.on_way: Chosen | Verdict | None = None
         self._awaited: list[Request] = []  # whose next tokens are on the way
         self._unread: dict[int, _Unread] = {}  # by slot
+        self._unkept: set[int] = set()  # slots whose last token is not in the cache; for drafts
         self._layout: tuple[Rows, Progress] | None = None  # on the device; None where it is out of date
         if self.num_slots > 1 and not engine.prefills_together:
             self.logits = np.zeros((self.num_slots, engine.model.config.vocab_size), np.float32)
@@ -152,17 +161,15 @@ class ServingLoop:
     def catch_up(self, request: Request) -> None:
         """Brings the host and the state of a loop's only request to the same token, wherever an interrupt came.
 
-        Raises: InvalidLogitsError for a token that is none.
+        Raises: AnswerError for a token that is none.
         """
-        num_kept = int(self.cache.lengths[0])
-        if num_kept > request.prompt.size + len(request.steps):
-            request.take(jax.device_get(self.on_way), 0, time.perf_counter())
+        if self._awaited:
+            self._collect()
         if request.failure is not None:
-            raise InvalidLogitsError(request.failure, [None])
-        if num_kept < request.prompt.size + len(request.steps):
+            raise AnswerError(request.failure, [None])
+        if int(self.cache.lengths[0]) < request.prompt.size + len(request.steps):
             with interrupts_wait():
-                tokens, active = self.on_way.tokens, np.ones(1, bool)
-                self.logits, self.cache = self._engine.decode_token(tokens, self.cache, active)
+                self._advance(np.ones(1, bool), np.array([request.steps[-1].token_id], np.int32))
 
     # ---- Slots ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +187,7 @@ class ServingLoop:
                         self.cache = self.prefixes.restore(match, self.cache, slot)
                         request.num_cached = match.num_tokens
         self._unread.pop(slot, None)
+        self._unkept.discard(slot)
         if history.size > request.num_cached:
             self._unread[slot] = _Unread(history, request.num_cached)
         self._layout = None
@@ -264,39 +272,88 @@ class ServingLoop:
         ready = [request for slot, request in self.scheduler.running.items() if slot not in self._unread]
         if not ready:
             return []
+        if self.drafts is not None:
+            return self._decode_with_drafts(ready)
         with interrupts_wait():
             self._choose(ready)
-            self._awaited = ready
             if self._engine.runs_ahead:
-                self._advance([r for r in ready if len(r.steps) + 1 < r.params.max_tokens])
+                going = [r for r in ready if len(r.steps) + 1 < r.params.max_tokens]
+                self._advance(self._mask(going), self.on_way.tokens)
         return self._collect()
+
+    def _decode_with_drafts(self, ready: list[Request]) -> list[tuple[Request, Step]]:
+        """The first token of rows that have just read their prompt, then of every row as many as its draft allows."""
+        new = []
+        if first := [request for request in ready if request.slot not in self._unkept]:
+            with interrupts_wait():
+                self._choose(first)
+            new = self._collect()
+        going = [request for request in ready if not request.ended]
+        if not going:
+            return new
+        window, num_drafted = self.drafts.windows([(r.slot, r) for r in going], self.num_slots)
+        with interrupts_wait():
+            if num_drafted.any():
+                self._verify(going, window, num_drafted)
+            else:
+                self._advance(self._mask(going), window[:, 0])
+                self._choose(going)
+        return new + self._collect()
 
     def _collect(self) -> list[tuple[Request, Step]]:
         """Hands over the tokens that are on the way, to those who still have their slots."""
         arrived = jax.device_get(self.on_way)
-        ready = [request for request in self._awaited if self.scheduler.running.get(request.slot) is request]
-        self._awaited = []
+        awaited, self._awaited = self._awaited, []
         now_s, new = time.perf_counter(), []
-        for request in ready:
-            step = request.take(arrived, request.slot, now_s)
-            if step is None:
-                self._end(request, "failed")
+        for request in awaited:
+            slot = request.slot
+            if self.scheduler.running.get(slot) is not request:
                 continue
-            new.append((request, step))
-            if step.finish_reason is not None:
-                self._end(request, "finished")
+            self._unkept.add(slot)
+            if isinstance(arrived, Verdict):
+                self.drafts.stats.num_accepted += int(arrived.num_taken[slot]) - 1
+            for place in _places(arrived, slot):
+                step = request.take(arrived.chosen if isinstance(arrived, Verdict) else arrived, place, now_s)
+                if step is not None:
+                    new.append((request, step))
+                if step is None or step.finish_reason is not None:
+                    self._end(request, "failed" if step is None else "finished")
+                    break
         self.metrics.num_generated_tokens += len(new)
-        if not self._engine.runs_ahead:
-            self._advance([request for request in ready if not request.ended])
+        if self.drafts is None and not self._engine.runs_ahead:
+            going = [request for request in awaited if self.scheduler.running.get(request.slot) is request]
+            self._advance(self._mask(going), self.on_way.tokens)
         return new
 
-    def _choose(self, ready: list[Request]) -> None:
+    def _choose(self, requests: list[Request]) -> None:
         """Sends the next token of these requests on its way."""
+        rows, progress = self._laid_out()
+        self.on_way, progress = next_tokens(self.logits, self._constrain(rows), progress, active=self._mask(requests))
+        self._layout, self._awaited = (rows, progress), requests
+
+    def _verify(self, requests: list[Request], window: np.ndarray, num_drafted: np.ndarray) -> None:
+        """Sends the next tokens of these requests on their way, and appends all but the last of each to its row."""
+        (rows, progress), engine = self._laid_out(), self._engine
+        active = self._mask(requests)
+        self.drafts.stats.num_drafted += int(num_drafted.sum())
+        args = window, num_drafted, self.cache, self._constrain(rows), progress, active
+        self.on_way, self.cache, progress = verify_in_place(engine.model, engine.params, *args)
+        self._layout, self._awaited = (rows, progress), requests
+
+    def _laid_out(self) -> tuple[Rows, Progress]:
         if self._layout is None:
             self._layout = jax.device_put(self._lay_out())
-        rows, progress = self._layout
-        self.on_way, progress = next_tokens(self.logits, rows, progress, active=self._mask(ready))
-        self._layout = rows, progress
+        return self._layout
+
+    def _constrain(self, rows: Rows) -> Rows:
+        """Rows with what the grammars of requests allow next."""
+        constrained = [request for request in self.scheduler.running.values() if request.is_constrained]
+        if not constrained:
+            return rows
+        allowed = np.full(rows.extras.allowed.shape, 0xFFFFFFFF, np.uint32)
+        for request in constrained:
+            allowed[request.slot] = request.matcher.words
+        return rows._replace(extras=rows.extras._replace(allowed=allowed))
 
     def _lay_out(self) -> tuple[Rows, Progress]:
         """What each slot's request asks for, and where its answer stands; the host has seen every token by now."""
@@ -317,13 +374,19 @@ class ServingLoop:
         mask[[request.slot for request in requests]] = True
         return mask
 
-    def _advance(self, requests: list[Request]) -> None:
-        """Appends the chosen tokens to the rows of these requests."""
-        if not requests:
+    def _advance(self, active: np.ndarray, tokens: Int[Array, "rows"]) -> None:
+        """Appends a token to each active row."""
+        if not active.any():
             return
         with interrupts_wait():
-            tokens = self.on_way.tokens
-            self.logits, self.cache = self._engine.decode_token(tokens, self.cache, self._mask(requests))
+            self.logits, self.cache = self._engine.decode_token(tokens, self.cache, active)
+
+
+def _places(arrived: Chosen | Verdict, slot: int) -> list[tuple[int, ...]]:
+    """Where the tokens of a slot stand among those that arrived."""
+    if isinstance(arrived, Verdict):
+        return [(slot, place) for place in range(arrived.num_taken[slot])]
+    return [(slot,)]
 
 
 @jax.jit

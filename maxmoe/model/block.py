@@ -61,6 +61,16 @@ class Layer(nn.Module):
         """One token through the layer; see `_wire`."""
         return self._wire(self.mixer.decode, *args)
 
+    def read_window(self, *args):
+        """`prefill` that keeps recurrent state as it is; see `_wire`."""
+        return self._wire(self.mixer.read_window, *args)
+
+    def keep_window(self, cache, superblock, spans):
+        """Appends to the state what the spans say of a window that was read."""
+        if self.kind.mixer is not Mixer.KDA:
+            return cache
+        return self.mixer.keep_window(cache, spans.layer(superblock), spans)
+
     def prefill_mixer(self, *args):
         """A chunk of tokens through the mixer; see `_mix`."""
         return self._mix(self.mixer.prefill, *args)
@@ -140,6 +150,17 @@ class Superblock(nn.Module):
         """One token through superblock number `superblock` of the stack."""
         return self._chain([layer.decode for layer in self.layers], carry, superblock, spans, experts)
 
+    def read_window(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
+        """`prefill` that keeps recurrent state as it is."""
+        return self._chain([layer.read_window for layer in self.layers], carry, superblock, spans, experts)
+
+    def keep_window(self, carry, superblock: int | Int[Array, ""], spans: Spans, experts):
+        """Appends to the state what the spans say of a window that was read; the rest of the carry has no part."""
+        del experts
+        current, bank, caches = carry
+        pairs = zip(self.layers, caches, strict=True)
+        return (current, bank, tuple(layer.keep_window(cache, superblock, spans) for layer, cache in pairs)), None
+
     def _chain(self, layers, carry, superblock, spans, experts):
         current, bank, caches = carry
         caches = list(caches)
@@ -175,7 +196,7 @@ class Stack(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=self.plan.count,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
-            methods=["prefill", "decode"],
+            methods=["prefill", "decode", "read_window", "keep_window"],
         )
         self.scanned = stack(self.config, self.plan, self.implementation)
 
@@ -192,6 +213,14 @@ class Stack(nn.Module):
     def decode(self, current, bank, caches, spans: Spans):
         """One token through every superblock. Returns running sum, bank and caches."""
         return self._run("decode", (current, bank, caches), spans)
+
+    def read_window(self, current, bank, caches, spans: Spans):
+        """A window of tokens through every superblock. Returns running sum, bank and caches."""
+        return self._run("read_window", (current, bank, caches), spans)
+
+    def keep_window(self, caches, spans: Spans):
+        """Appends to the state what the spans say of a window that was read. Returns the caches."""
+        return self._run("keep_window", (None, None, caches), spans)[2]
 
     def _run(self, method, carry, spans):
         experts = tuple(stacked() if stacked is not None else None for stacked in self.experts)

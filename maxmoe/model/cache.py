@@ -53,6 +53,7 @@ class KDACache:
 
     conv: Float[Array, "L B 3 W-1 H K"]  # last inputs of the q, k and v convolutions
     state: Float[Array, "L B H K V"]  # float32
+    window: tuple[Float[Array, "L B T _"], ...] | None = None  # see `KDALayer.read_window`; None between steps
 
     def read(self, layer: Int[Array, ""]) -> tuple[Array, Array]:
         """Returns conv state and recurrent state of one superblock."""
@@ -190,6 +191,24 @@ def whole_batch(cache: Cache, kept: Cache, row: Int[Array, ""]) -> Cache:
     return constrain_cache(Cache(lengths=lengths, stacks=stacks))
 
 
+def open_windows(config: ModelConfig, cache: Cache, num_tokens: int, dtype: jnp.dtype) -> Cache:
+    """The cache with room for the inputs of its KDA layers' recurrences: q, k, v, decay and step size of each token."""
+    sizes = (config.kda.inner_dim,) * 4 + (config.kda.num_heads,)
+
+    def entry(kept):
+        if not isinstance(kept, KDACache):
+            return kept
+        lead = (*kept.state.shape[:2], num_tokens)
+        return kept.replace(window=tuple(jnp.zeros((*lead, size), dtype) for size in sizes))
+
+    return _map_entries(entry, cache)
+
+
+def close_windows(cache: Cache) -> Cache:
+    """The inverse of `open_windows`."""
+    return _map_entries(lambda kept: kept.replace(window=None) if isinstance(kept, KDACache) else kept, cache)
+
+
 def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
     """The batch with one row as if nothing had been there: length, KDA and conv state are zero.
 
@@ -199,7 +218,7 @@ def clear_row(cache: Cache, row: Int[Array, ""]) -> Cache:
     def entry(kept):
         if not isinstance(kept, KDACache):
             return kept
-        return KDACache(conv=kept.conv.at[:, row].set(0), state=kept.state.at[:, row].set(0))
+        return kept.replace(conv=kept.conv.at[:, row].set(0), state=kept.state.at[:, row].set(0))
 
     return constrain_cache(_map_entries(entry, cache.replace(lengths=cache.lengths.at[row].set(0))))
 

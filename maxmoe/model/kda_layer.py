@@ -52,23 +52,47 @@ class KDALayer(nn.Module):
         self, x: Float[Array, "B T D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
     ) -> tuple[Float[Array, "B T D"], KDACache]:
         """Mixes a chunk of tokens; padding at the end of a row leaves its state alone."""
-        tokens = (*self._projections(x), spans.real(x.shape[1]))
+        out, conv, state = self._run_chunk(self._projections(x), cache, layer, spans)
+        return self._output(x, out), cache.write(layer, conv, state)
+
+    def read_window(
+        self, x: Float[Array, "B T D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
+    ) -> tuple[Float[Array, "B T D"], KDACache]:
+        """`prefill` that leaves the state as it is, and puts the inputs of convolutions and recurrence beside it.
+
+        There are few tokens, so that those are far smaller than the state. `keep_window` appends some of them.
+        """
+        inputs = self._projections(x)
+        out, _, _ = self._run_chunk(inputs, cache, layer, spans)
+        window = tuple(
+            kept.at[layer].set(new.astype(kept.dtype)) for kept, new in zip(cache.window, inputs, strict=True)
+        )
+        return self._output(x, out), cache.replace(window=window)
+
+    def keep_window(self, cache: KDACache, layer: Int[Array, ""], spans: Spans) -> KDACache:
+        """Appends the first tokens of what `read_window` read, as many of each row as the spans say."""
+        _, conv, state = self._run_chunk(tuple(kept[layer] for kept in cache.window), cache, layer, spans)
+        return cache.write(layer, conv, state)
+
+    def _run_chunk(self, inputs, cache, layer, spans):
+        tokens = (*inputs, spans.real(inputs[0].shape[1]))
         conv, state = cache.read(layer)
         mix = functools.partial(_mix_chunk, self.config, self.implementation)
         args = (tokens, self._constants(), conv, state, spans.lengths)
         if (mesh := current_mesh()) is None:
-            out, conv, state = mix(None, *args)
-        else:
-            batch, seq, heads = self._axes(mesh, x)
-            wide = PartitionSpec(batch, seq, heads)
-            kept = PartitionSpec(batch, None, None, heads), PartitionSpec(batch, heads)
-            token_specs = (wide,) * 5 + (PartitionSpec(batch, seq),)
-            in_specs = (token_specs, _constant_specs(heads), *kept, PartitionSpec(batch))
-            seq_axis = seq[0] if seq else None
-            out, conv, state = shard_map(functools.partial(mix, seq_axis), in_specs, (wide, *kept))(*args)
+            return mix(None, *args)
+        batch, seq, heads = self._axes(mesh, inputs[0])
+        wide = PartitionSpec(batch, seq, heads)
+        kept = PartitionSpec(batch, None, None, heads), PartitionSpec(batch, heads)
+        token_specs = (wide,) * 5 + (PartitionSpec(batch, seq),)
+        in_specs = (token_specs, _constant_specs(heads), *kept, PartitionSpec(batch))
+        seq_axis = seq[0] if seq else None
+        return shard_map(functools.partial(mix, seq_axis), in_specs, (wide, *kept))(*args)
+
+    def _output(self, x, out):
         gate = self._heads(linear(x, self.gate_proj))
         out = gated_rms_norm(out, gate, self.out_norm, self.norm_eps)
-        return linear(out.reshape(*x.shape[:-1], -1), self.out_proj), cache.write(layer, conv, state)
+        return linear(out.reshape(*x.shape[:-1], -1), self.out_proj)
 
     def decode(
         self, x: Float[Array, "B 1 D"], cache: KDACache, layer: Int[Array, ""], spans: Spans
@@ -87,7 +111,7 @@ class KDALayer(nn.Module):
             row = PartitionSpec(batch)
             in_specs = ((wide,) * 6, _constant_specs(heads), PartitionSpec(), *kept, PartitionSpec(), row)
             out, conv, state = shard_map(mix, in_specs, (wide, *kept))(*args)
-        return linear(out[:, None], self.out_proj), KDACache(conv=conv, state=state)
+        return linear(out[:, None], self.out_proj), cache.replace(conv=conv, state=state)
 
     def _projections(self, x):
         """Of every token, before the convolutions: q, k, v and decay logits of all channels, step size logits."""

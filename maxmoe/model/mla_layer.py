@@ -83,6 +83,8 @@ class MLALayer(nn.Module):
         """Attends from a chunk of tokens to what the cache holds and to the chunk itself."""
         return self._mix(x, cache, layer, spans, mla.attention)
 
+    read_window = prefill  # rows of tokens that are not kept lie behind a sequence's end, where nobody reads
+
     def decode(
         self, x: Float[Array, "B 1 D"], cache: MLACache, layer: Int[Array, ""], spans: Spans
     ) -> tuple[Float[Array, "B 1 D"], MLACache]:

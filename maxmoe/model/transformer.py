@@ -7,7 +7,16 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmoe import axes
 from maxmoe.config import ModelConfig
 from maxmoe.model.block import Stack
-from maxmoe.model.cache import Cache, Spans, constrain_cache, make_cache, one_row, whole_batch
+from maxmoe.model.cache import (
+    Cache,
+    Spans,
+    close_windows,
+    constrain_cache,
+    make_cache,
+    one_row,
+    open_windows,
+    whole_batch,
+)
 from maxmoe.model.stacks import plan_stacks
 from maxmoe.ops.attn_res import mix
 from maxmoe.ops.linear import linear
@@ -83,6 +92,30 @@ class Transformer(nn.Module):
         max_len = cache.max_len
         hidden, cache = self._run("decode", token[:, None], cache, spans)
         return self._kept_logits(hidden, spans, max_len), cache
+
+    def read_window(
+        self, ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Logits after each of a few tokens per row, of which `keep_window` appends the first ones, or all.
+
+        Returns: The logits, and a cache for `keep_window` alone.
+        """
+        spans = Spans(start=cache.lengths, lengths=lengths)
+        opened = open_windows(self.config, cache, ids.shape[1], self.embedding.dtype)
+        current, bank = self.begin(ids)
+        stacks = []
+        for stack, caches in zip(self.stacks, opened.stacks, strict=True):
+            current, bank, caches = stack.read_window(current, bank, caches, spans)
+            stacks.append(caches)
+        return self._logits(self.final_hidden(current, bank)), opened.replace(stacks=tuple(stacks))
+
+    def keep_window(self, cache: Cache, lengths: Int[Array, "B"]) -> Cache:
+        """Appends the first `lengths[b]` tokens of what `read_window` read to each row."""
+        spans = Spans(start=cache.lengths, lengths=lengths)
+        stacks = tuple(
+            stack.keep_window(caches, spans) for stack, caches in zip(self.stacks, cache.stacks, strict=True)
+        )
+        return constrain_cache(close_windows(Cache(lengths=spans.start + lengths, stacks=stacks)))
 
     def begin(self, ids: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "A B T D"]]:
         """What the first layer is given: running sum and empty bank."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from maxmoe.inference import steps
-from maxmoe.inference.answer import Step
+from maxmoe.inference.answer import AnswerError, Step
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
 
@@ -146,9 +146,9 @@ def test_full_rows_wait_for_the_others(engine, alone):
 def test_broken_logits_name_prompt_and_position(model, params):
     table = params["embedding"].at[200, 0].set(jnp.nan)
     broken = Engine(model, params | {"embedding": table}, max_batch=4, prefill_chunk=CHUNK)
-    with pytest.raises(FloatingPointError, match="prompt 1: the logits for position 3 hold a NaN"):
+    with pytest.raises(AnswerError, match="prompt 1: the logits for position 3 hold a NaN"):
         broken.generate([SHORT, [1, 200, 2], MIDDLE], GREEDY)
-    with pytest.raises(FloatingPointError, match="prompt 0: the logits for position 1"):
+    with pytest.raises(AnswerError, match="prompt 0: the logits for position 1"):
         list(broken.stream([200], GREEDY))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
-from maxmoe.inference.answer import InvalidLogitsError
+from maxmoe.inference.answer import AnswerError
 from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ def test_stop_id_is_counted_nowhere(engine):
 def test_broken_logits_fail_alone(model, params, engine, plain):
     table = params["embedding"].at[200, 0].set(jnp.nan)
     broken = Engine(model, params | {"embedding": table}, max_batch=2, prefill_chunk=16)
-    with pytest.raises(InvalidLogitsError, match="prompt 1: the logits for position 3 hold a NaN") as caught:
+    with pytest.raises(AnswerError, match="prompt 1: the logits for position 3 hold a NaN") as caught:
         broken.generate([PROMPT, [1, 200, 2], OTHER], dataclasses.replace(GREEDY, presence_penalty=0.5))
     first, second, third = caught.value.completions
     beside = engine.generate([PROMPT, OTHER], dataclasses.replace(GREEDY, presence_penalty=0.5))

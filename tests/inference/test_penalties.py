@@ -20,7 +20,7 @@ def _adjusted(logits, params, prompts, answers, stop_ids=frozenset()):
     positions = jnp.array(
         [len(prompt) + sum(t >= 0 for t in row) for prompt, row in zip(prompts, answers, strict=True)]
     )
-    extras = penalties.stack_extras(params, [stop_ids] * len(params), lengths)
+    extras = penalties.stack_extras(params, [stop_ids] * len(params), lengths, VOCAB)
     return np.array(penalties.adjust(jnp.asarray(logits), positions, extras, counts))
 
 
@@ -88,5 +88,21 @@ def test_adjust_keeps_nan_and_bans_infinity():
 
 def test_extras_that_nobody_asks_for_are_not_there():
     rows = [PLAIN, SamplingParams(temperature=0.0, top_k=3, stop_ids=(3,), max_tokens=9)]
-    assert penalties.stack_extras(rows, [frozenset()] * 2, [1, 1]) is None
-    assert penalties.stack_extras([*rows, SamplingParams(top_logprobs=1)], [frozenset()] * 3, [1, 1, 1]) is not None
+    assert penalties.stack_extras(rows, [frozenset()] * 2, [1, 1], VOCAB) is None
+    assert (
+        penalties.stack_extras([*rows, SamplingParams(top_logprobs=1)], [frozenset()] * 3, [1, 1, 1], VOCAB) is not None
+    )
+
+
+def test_what_a_grammar_does_not_allow_is_banned():
+    params, logits = (
+        [SamplingParams(grammar="start: /a/"), PLAIN],
+        np.arange(2 * VOCAB, dtype=np.float32).reshape(2, -1),
+    )
+    logits[0, 3] = np.nan
+    extras = penalties.stack_extras(params, [frozenset()] * 2, [1, 1], VOCAB)
+    extras.allowed[0] = 1 << 2 | 1 << 10
+    counts = penalties.count_all([np.array([1])] * 2, [np.zeros(0, np.int32)] * 2, VOCAB)
+    adjusted = np.array(penalties.adjust(jnp.asarray(logits), jnp.array([1, 1]), extras, counts))
+    assert np.flatnonzero(adjusted[0] > -np.inf).tolist() == [2, 10] and np.isnan(adjusted[0, 3])
+    assert np.array_equal(adjusted[1], logits[1])

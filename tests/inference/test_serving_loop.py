@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from maxmoe.config import load_config
 from maxmoe.inference import steps
-from maxmoe.inference.engine import Engine, Program
+from maxmoe.inference.answer import AnswerError
+from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.scheduler import QueueFullError
+from maxmoe.inference.warm_up import Program
 from maxmoe.model.transformer import Transformer
 from tests.inference.random_weights import random_weights
 
@@ -156,7 +158,12 @@ test_any_interleaving_gives_the_answers_of_requests_alone = _Traffic.TestCase
 def test_programs_are_listed_and_traffic_compiles_none():
     engine = _engine()
     _alone()
-    assert engine.compilations() == [Program("prefill", 1, 16), Program("decode", SLOTS, 1)]
+    assert engine.compilations() == [
+        Program("prefill", 1, 16),
+        Program("decode", SLOTS, 1),
+        Program("choose", SLOTS, 1),
+        Program("choose", SLOTS, 1, extras=True),
+    ]
     counts = [program._cache_size() for program in (steps._prefill_row_donating, steps._decode_donating)]
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -236,7 +243,7 @@ def test_broken_logits_end_their_request_and_no_other():
     while broken.has_work:
         broken.step()
     assert [request.status for request in requests] == ["finished", "failed", "finished"]
-    with pytest.raises(FloatingPointError, match="position 3 hold a NaN"):
+    with pytest.raises(AnswerError, match="position 3 hold a NaN"):
         requests[1].completion()
     after = broken.submit(*JOBS[0])  # in a slot of one that left NaN behind
     reused = broken.submit(*JOBS[0])

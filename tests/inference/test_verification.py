@@ -1,17 +1,25 @@
-"""Verification: certain drafts change no token, drawn ones no distribution."""
+"""Verification: drafts change no token of an answer, and state is that of the tokens that stand."""
+
+import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from maxmoe.config import load_config
+from maxmoe.inference import steps
 from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.next_token import lay_out, next_tokens
-from maxmoe.inference.sampling import draw_scores, seed_words, stack_settings
 from maxmoe.inference.sampling_params import SamplingParams
-from maxmoe.inference.verification import verify_certain, verify_drawn
+from maxmoe.inference.verification import _verify, judge, verify_in_place
+from maxmoe.model.transformer import Transformer
+from maxmoe.params import abstract_params
+from tests.inference.random_weights import random_weights
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB, WIDTH = 13, 8
+EVERY = np.ones(4, bool)
 MARKERS = ThinkingMarkers((1, 2), (3, 3, 4))
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -38,7 +46,7 @@ def _without_drafts(count):
     return [[int(step.tokens[row]) for step in answers] for row in range(4)], answers
 
 
-def test_verify_certain_gives_the_tokens_of_no_draft():
+def test_judge_gives_the_tokens_of_no_draft():
     """Drafts of 0 to 8 tokens that hold in part, with penalties, bans and a budget with a marker of several ids."""
     expected, steps = _without_drafts(40)
     rows, progress = _start()
@@ -51,10 +59,10 @@ def test_verify_certain_gives_the_tokens_of_no_draft():
             draft[row, : len(right)] = right
         last = [[(answer or prompt.tolist())[-1]] for answer, prompt in zip(answers, PROMPTS, strict=True)]
         logits = TABLE[np.concatenate([last, draft], axis=1)]
-        chosen, taken, progress = verify_certain(logits, draft, num_drafted, rows, progress)
+        (chosen, num_taken), progress = judge(logits, draft, num_drafted, rows, progress, EVERY)
         for row, answer in enumerate(answers):
-            count = int(taken[row].sum())
-            assert taken[row, :count].all() and 1 <= count <= num_drafted[row] + 1
+            count = int(num_taken[row])
+            assert 1 <= count <= num_drafted[row] + 1
             lengths.add(count)
             thought = [np.array(part)[row, count - 1] for part in chosen.thought.state]
             answer += chosen.tokens[row, :count].tolist()
@@ -66,92 +74,84 @@ def test_verify_certain_gives_the_tokens_of_no_draft():
     assert any(MARKERS.close_ids == tuple(expected[3][i : i + 3]) for i in range(30))
 
 
-def test_verify_certain_stops_at_broken_logits():
+def test_judge_stops_at_broken_logits():
     rows, progress = _start()
     logits = np.zeros((4, 3, VOCAB), np.float32)
     logits[:, :, 6] = 90.0
     logits[1, 1, 0] = np.nan
     draft = np.full((4, 2), 6, np.int32)
-    chosen, taken, progress = verify_certain(logits, draft, np.full(4, 2), rows, progress)
-    assert chosen.tokens[1, :2].tolist() == [6, -1] and taken.tolist()[:2] == [[True] * 3, [True, True, False]]
+    (chosen, num_taken), progress = judge(logits, draft, np.full(4, 2), rows, progress, EVERY)
+    assert chosen.tokens[1, :2].tolist() == [6, -1] and num_taken.tolist()[:2] == [3, 2]
     assert progress.positions.tolist()[:2] == [6, 2]
 
 
-SETTINGS = [
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=1.5, top_k=4),
-    SamplingParams(top_p=0.6),
-]
+def _model(implementation=None):
+    """A KDA layer, and a full-attention layer with indexer and experts."""
+    config = load_config(ROOT / "configs/tiny.py")
+    config = dataclasses.replace(config, num_layers=2, full_attention_layers=(1,))
+    return Transformer(config, implementation=implementation)
 
 
-CRITICAL = (0, 15.14, 18.42, 21.11, 23.51, 25.74)  # of chi-square at 1e-4, by degrees of freedom
+def _greedy(num_rows, positions, vocab_size):
+    params = [SamplingParams(temperature=0.0)] * num_rows
+    prompts = [np.zeros(position, np.int32) for position in positions]
+    return jax.device_put(lay_out(params, prompts, [0] * num_rows, [frozenset()] * num_rows, vocab_size))
 
 
-def _deviates(chosen, probs):
-    """Whether tokens are not drawn from probs, by Pearson's chi-square; wrong about those that are 1 time in 10,000."""
-    expected = np.array(probs, np.float64) * chosen.size
-    counts = np.bincount(chosen, minlength=expected.size)
-    possible = expected > 0
-    statistic = np.sum((counts - expected)[possible] ** 2 / expected[possible])
-    return bool(counts[~possible].any() or statistic > CRITICAL[possible.sum() - 1] + 1e-6)
+def test_a_window_leaves_the_state_of_the_tokens_that_stand():
+    """Rows that take 1, 3 and all 5 tokens of a window, and one that takes no part, beside decoding one by one."""
+    model = _model()
+    params = random_weights(model, jnp.float32)
+    size = model.config.vocab_size
+    prompts = np.random.default_rng(0).integers(0, 256, (4, 20)).astype(np.int32)
+    logits, cache = steps.prefill(model, params, prompts, steps.init_cache(model, 4, 64))
+    begun = jax.tree.map(jnp.copy, cache)
+    tokens, caches = [np.argmax(logits, axis=-1)], [cache]
+    for _ in range(5):
+        logits, cache = steps.decode_step(model, params, jnp.asarray(tokens[-1], jnp.int32), cache)
+        tokens.append(np.argmax(logits, axis=-1))
+        caches.append(cache)
+    window = np.stack(tokens[:5], axis=1).astype(np.int32)
+    window[0, 1] = (window[0, 1] + 1) % size
+    window[1, 3] = (window[1, 3] + 1) % size
+    rows, progress = _greedy(4, [21] * 4, size)
+    active, drafted = np.array([True, True, True, False]), np.array([4, 4, 4, 0])
+    args = window, drafted, begun, rows, progress, active
+    verdict, kept, progress = verify_in_place(model, params, *args)
+    assert verdict.num_taken.tolist() == [1, 3, 5, 0] and kept.lengths.tolist() == [21, 23, 25, 20]
+    assert progress.positions.tolist() == [22, 24, 26, 21]
+    for row, count in enumerate([1, 3, 5, 0]):
+        assert verdict.chosen.tokens[row, :count].tolist() == [column[row] for column in tokens[1 : count + 1]]
+        (kda, mla), (kda_wanted, mla_wanted) = kept.stacks[0], caches[count].stacks[0]
+        length = 20 + count
+        pairs = [(kda.conv[:, row], kda_wanted.conv[:, row]), (kda.state[:, row], kda_wanted.state[:, row])]
+        pairs += [(a[:, row, :length], b[:, row, :length]) for a, b in zip(mla.rows, mla_wanted.rows, strict=True)]
+        pairs += [(mla.index_keys[:, row, :, :length], mla_wanted.index_keys[:, row, :, :length])]
+        for got, wanted in pairs:  # float32 of size 10; sums of chunks are ordered otherwise than those of tokens
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 if count else 0)
 
 
-def _drawn(params, model, drafter, rows, num_drafted=1, seed=0, told=None):
-    """Tokens of many rows, each with a draft from the drafter's own noise; `told` is what the drafter says it is."""
-    width = drafter.shape[0]
-    draft = jax.random.categorical(jax.random.key(seed), jnp.log(drafter), axis=-1, shape=(rows, width))
-    logits = jnp.broadcast_to(model, (rows, *model.shape))
-    logprobs = jnp.broadcast_to(jnp.log(drafter if told is None else told), (rows, *drafter.shape))
-    settings, words = stack_settings([params] * rows), seed_words(range(rows))
-    counts, positions = np.full(rows, num_drafted), np.zeros(rows, np.int32)
-    tokens, taken = verify_drawn(logits, draft, logprobs, counts, settings, words, positions)
-    return np.array(tokens), np.array(taken), np.array(draft)
+def _sizes(jaxpr):
+    """Of the outputs of every operation in a program, in values."""
+    for equation in jaxpr.eqns:
+        yield from (output.aval.size for output in equation.outvars if hasattr(output.aval, "size"))
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _sizes(inner)
 
 
-@pytest.mark.parametrize("params", SETTINGS)
-def test_verify_drawn_leaves_the_distribution(params):
-    """Chi-square of the first and of the second token, the latter where the first was accepted.
-
-    Six tests at a false-alarm rate of 1e-4 each, with seeds that are fixed: 0.06 % for all, once and not per run.
-    """
-    rng = np.random.default_rng(5)
-    vocab, rows = 6, 8192
-    model = rng.normal(size=(2, vocab)).astype(np.float32)
-    drafter = rng.dirichlet(np.ones(vocab), size=1).astype(np.float32)
-    tokens, taken, draft = _drawn(params, model, drafter, rows)
-    scores = draw_scores(jnp.asarray(model), stack_settings([params] * 2))
-    for place, chosen in enumerate((tokens[:, 0], tokens[taken[:, 1], 1])):
-        assert not _deviates(chosen, jax.nn.softmax(scores[place])), (place, np.bincount(chosen))
-    # A drafter that is not what it says changes the distribution, and that is seen.
-    lied, _, _ = _drawn(params, model, drafter, rows, told=np.full((1, vocab), 1 / vocab, np.float32))
-    assert _deviates(lied[:, 0], jax.nn.softmax(scores[0]))
-    # Accepted as often as the theory says: the sum of min(p, q).
-    rate = float(np.minimum(jax.nn.softmax(scores[0]), drafter[0]).sum())
-    assert taken[:, 1].mean() == pytest.approx(rate, abs=4 * np.sqrt(rate * (1 - rate) / rows))
-    assert np.array_equal(tokens[taken[:, 1], 0], draft[taken[:, 1], 0])
-
-
-def test_verify_drawn_greedy_is_greedy():
-    rng = np.random.default_rng(2)
-    model = rng.normal(size=(4, VOCAB)).astype(np.float32)
-    drafter = np.array(jax.nn.softmax(3 * model[:3]))
-    tokens, taken, draft = _drawn(SamplingParams(temperature=0.0), model, drafter, 256, num_drafted=3)
-    best = model.argmax(axis=-1)
-    right = np.cumprod(draft == best[:3], axis=1).sum(axis=1)
-    assert np.array_equal(taken.sum(axis=1), right + 1) and set(right) == {0, 1, 2, 3}
-    assert all(np.array_equal(row[mask], best[mask]) for row, mask in zip(tokens, taken, strict=True))
-
-
-def test_verify_drawn_of_the_models_own_draft_accepts_everything():
-    model = np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32)
-    drafter = np.array(jax.nn.softmax(model[:3]))
-    _, taken, _ = _drawn(SamplingParams(), model, drafter, 512, num_drafted=3)
-    assert taken.mean() > 0.999  # p and q are rounded apart by 1e-7
-
-
-def test_verify_drawn_ignores_what_stands_beyond_the_draft():
-    model = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32)
-    drafter = np.full((2, VOCAB), 1 / VOCAB, np.float32)
-    tokens, taken, _ = _drawn(SamplingParams(), model, drafter, 64, num_drafted=0)
-    other, _, _ = _drawn(SamplingParams(), model, drafter, 64, num_drafted=0, seed=9)
-    assert taken.tolist() == [[True, False, False]] * 64 and np.array_equal(tokens[:, 0], other[:, 0])
+def test_no_state_is_kept_for_each_token_of_a_window():
+    """Nothing in the program is as large as a recurrent state for each of the 8 tokens of every row."""
+    config = _model().config
+    kda = dataclasses.replace(config.kda, head_dim=128)
+    model = Transformer(dataclasses.replace(config, num_layers=1, full_attention_layers=(), kda=kda))
+    params, num_rows = abstract_params(model), 4
+    cache = jax.eval_shape(lambda: steps.init_cache(model, num_rows, 64))
+    rows, progress = _greedy(num_rows, [1] * num_rows, config.vocab_size)
+    ids = jax.ShapeDtypeStruct((num_rows, 8), jnp.int32)
+    each, mask = jax.ShapeDtypeStruct((num_rows,), jnp.int32), jax.ShapeDtypeStruct((num_rows,), bool)
+    args = params, ids, each, cache, rows, progress, mask
+    program = jax.make_jaxpr(lambda *args: _verify.__wrapped__(model, *args))(*args)
+    state = cache.stacks[0][0].state.size
+    assert state in _sizes(program.jaxpr) and max(_sizes(program.jaxpr)) <= 2 * state
