@@ -13,23 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.server import browser
-from tests.server.browser import WAIT_S, needs_browser
-from tests.server.stub_server import BREAK, STALL
+from tests.server.page.browser import WAIT_S, needs_browser
+from tests.server.page.stub_server import BREAK, STALL
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser.page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def chat(page):
-    with page.opened_anew():
-        yield page
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _history(messages: list[dict]) -> str:
