@@ -94,6 +94,20 @@ def test_history_goes_back_byte_for_byte(chat):
 
 
 @needs_browser
+def test_answer_without_a_text_is_said_to_be_one_and_kept(chat):
+    chat.stub.will_say({"reasoning_content": "hm"})
+    chat.stub.will_say(finish="length")
+    chat.stub.will_say({"content": "ok"})
+    for number, text in enumerate(("one", "two", "three"), 1):
+        chat.send(text)
+        chat.await_answer(number)
+    assert chat.text(".note") == "The model ended without an answer.|The model ended without an answer."
+    _, second, third = [body["messages"] for body in chat.stub.bodies]
+    assert second[1] == {"role": "assistant", "reasoning_content": "hm", "content": ""}
+    assert third[3] == {"role": "assistant", "content": ""}
+
+
+@needs_browser
 def test_tool_call_is_shown_and_its_result_sent(chat):
     tools = [{"type": "function", "function": {"name": "calculator"}}]
     chat.set("tools", json.dumps(tools))
