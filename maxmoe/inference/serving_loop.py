@@ -60,12 +60,14 @@ class ServingMetrics:
       num_generated_tokens: Stop ids included.
       num_preemptions: Requests that lost their slot.
       num_ended: By status.
+      waited_s: Seconds that the host waited for tokens from the device; the rest of a step is its own work.
     """
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_ended: dict[Status, int] = dataclasses.field(default_factory=dict)
+    waited_s: float = 0.0
 
 
 @dataclasses.dataclass
@@ -303,9 +305,11 @@ class ServingLoop:
 
     def _collect(self) -> list[tuple[Request, Step]]:
         """Hands over the tokens that are on the way, to those who still have their slots."""
+        begin_s = time.perf_counter()
         arrived = jax.device_get(self.on_way)
         awaited, self._awaited = self._awaited, []
         now_s, new = time.perf_counter(), []
+        self.metrics.waited_s += now_s - begin_s
         for request in awaited:
             slot = request.slot
             if self.scheduler.running.get(slot) is not request:
