@@ -114,8 +114,9 @@ class Grammars:
                 matcher = self._library.LLMatcher(*args, log_level=0, limits=limits)
                 matcher.compute_bitmask()  # most of the work of a lexer is done at its first use
                 result.set_result(matcher)
-            except BaseException as error:
-                result.set_exception(error)
+            finally:
+                if not result.done():
+                    result.set_exception(ValueError("grammar: compiling it has failed; standard error says how"))
 
         # A thread of its own: one that cannot be stopped must keep no other grammar waiting.
         threading.Thread(target=work, daemon=True, name="grammar").start()
