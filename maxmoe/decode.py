@@ -42,6 +42,7 @@ from maxmoe import conversation, distributed, model_flags, terminal
 from maxmoe.answer_report import AnswerReport, collect
 from maxmoe.command_line import flags_parser
 from maxmoe.inference import sampling_flags
+from maxmoe.inference.answer_error import AnswerError
 
 _NAME = "maxmoe.decode"
 _STREAM = flags.DEFINE_boolean(
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         distributed.fail("whoever read the answer has closed it")
         return 1
-    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+    except (ValueError, OSError, NotImplementedError, AnswerError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         distributed.fail(str(error))
         return 2

@@ -159,7 +159,7 @@ def test_ctrl_c_saves_what_there_is(capsys, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_before_the_prompt_is_read_says_that_nothing_was_saved(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "_collect", lambda *arguments: None)
+    monkeypatch.setattr(decode, "collect", lambda *arguments: None)
     code, _, error = _main(capsys, f"--prompt={PROMPT}", f"--save_session={tmp_path / 'a'}")
     assert code == 2 and "nothing was saved: no session: the run stopped before its prompt was read" in error
     assert list(tmp_path.iterdir()) == []

@@ -77,18 +77,6 @@ class Completion:
     first_token_s: float
 
 
-class AnswerError(RuntimeError):
-    """An answer that cannot go on: its logits are no distribution, or its grammar cannot be followed.
-
-    Attributes:
-      completions: Of the same call, in the order of its prompts; None for each that failed.
-    """
-
-    def __init__(self, message: str, completions: "list[Completion | None]"):
-        super().__init__(message)
-        self.completions = completions
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Answer:
     """A prompt and what has come of its answer so far, the stop id included.

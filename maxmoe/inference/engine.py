@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.checkpoint.session import Session, grow_cache
-from maxmoe.inference.answer import AnswerError, Completion, Step
+from maxmoe.inference.answer import Completion, Step
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.budget import ThinkingMarkers, ends_thinking
 from maxmoe.inference.drafting import Drafts, DraftStats, MakeDrafter
 from maxmoe.inference.grammar import Grammars

@@ -105,21 +105,18 @@ class Grammars:
         return Matcher(compiled.deep_copy(), self._num_words)
 
     def _compile(self, grammar: str) -> Any:
-        result = concurrent.futures.Future()
         limits = self._library.LLParserLimits(verbose_errors=False)  # verbose ones hold what the answer says
-        args = self._tokenizer, self._library.LLMatcher.grammar_from_lark(grammar)
+        text = self._library.LLMatcher.grammar_from_lark(grammar)
 
         def work():
-            try:
-                matcher = self._library.LLMatcher(*args, log_level=0, limits=limits)
-                matcher.compute_bitmask()  # most of the work of a lexer is done at its first use
-                result.set_result(matcher)
-            finally:
-                if not result.done():
-                    result.set_exception(ValueError("grammar: compiling it has failed; standard error says how"))
+            matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+            matcher.compute_bitmask()  # most of the work of a lexer is done at its first use
+            return matcher
 
         # A thread of its own: one that cannot be stopped must keep no other grammar waiting.
-        threading.Thread(target=work, daemon=True, name="grammar").start()
+        thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        result = thread.submit(work)
+        thread.shutdown(wait=False)
         try:
             compiled = result.result(self._seconds)
         except TimeoutError:

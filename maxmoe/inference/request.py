@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from maxmoe.config import ModelConfig
-from maxmoe.inference.answer import Answer, AnswerError, Completion
+from maxmoe.inference.answer import Answer, Completion
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.next_token import Said
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.scheduler import Ticket

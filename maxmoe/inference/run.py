@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from maxmoe.checkpoint.session import Session
-from maxmoe.inference.answer import AnswerError, Step
+from maxmoe.inference.answer import Step
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.request import Request
 from maxmoe.inference.sampling import RowSettings
 

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmoe.inference.answer import AnswerError, Step
+from maxmoe.inference.answer import Step
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.drafting import Drafts
 from maxmoe.inference.interrupts import interrupts_wait
 from maxmoe.inference.next_token import NOTHING_SAID, Chosen, Progress, Rows, lay_out, next_tokens

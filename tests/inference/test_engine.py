@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from maxmoe.inference import steps
-from maxmoe.inference.answer import AnswerError, Step
+from maxmoe.inference.answer import Step
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
 

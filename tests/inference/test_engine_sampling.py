@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
-from maxmoe.inference.answer import AnswerError
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams

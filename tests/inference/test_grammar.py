@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from maxmoe.chat.tokenizer import ByteTokenizer, StreamDecoder
-from maxmoe.inference.answer import AnswerError
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.budget import ThinkingMarkers
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.grammar import Grammars

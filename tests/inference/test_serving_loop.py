@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from maxmoe.config import load_config
 from maxmoe.inference import steps
-from maxmoe.inference.answer import AnswerError
+from maxmoe.inference.answer_error import AnswerError
 from maxmoe.inference.engine import Engine
 from maxmoe.inference.sampling_params import SamplingParams
 from maxmoe.inference.scheduler import QueueFullError

@@ -153,7 +153,7 @@ export class AnswerView {
     if (!numTokens) {
       return facts;
     }
-    if (numTokens > 1 && now > this.#firstAt) {
+    if (numTokens > 1 && this.#firstAt !== null && now > this.#firstAt) {
       facts.push(`${((numTokens - 1) / ((now - this.#firstAt) / 1000)).toFixed(1)} tokens/s`);
     }
     return [count(numTokens, "token"), ...facts];

@@ -135,10 +135,13 @@ async function answer() {
 
 /** Puts an answer into the history, and asks for the results of its calls. */
 function keep(taken, view) {
-  if (taken.isEmpty) {
-    return;
+  if (taken.isEmpty && !taken.finishReason) {
+    return; // nothing came
   }
   const { message, lostCall } = taken.message();
+  if (taken.finishReason && !taken.content && taken.calls.length === 0) {
+    view.note("The model ended without an answer.");
+  }
   if (lostCall) {
     view.note("The call that the answer broke off in is not kept in the conversation.");
   }

@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.server import stub_server
+from tests.server.page import stub_server
 
 WAIT_S = 20  # for a browser on a busy machine; what is waited for takes milliseconds
 _FLAGS = (

@@ -1,22 +1,8 @@
 """What holds the chat page together: its policy, text that stays text, and the parts that read a stream."""
 
-import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.server import browser
-from tests.server.browser import needs_browser
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser.page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def chat(page):
-    with page.opened_anew():
-        yield page
+from tests.server.page.browser import needs_browser
 
 
 @needs_browser

@@ -13,23 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.server import browser
-from tests.server.browser import WAIT_S, needs_browser
-from tests.server.stub_server import BREAK, STALL
+from tests.server.page.browser import WAIT_S, needs_browser
+from tests.server.page.stub_server import BREAK, STALL
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser.page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def chat(page):
-    with page.opened_anew():
-        yield page
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _history(messages: list[dict]) -> str:
@@ -104,6 +91,20 @@ def test_history_goes_back_byte_for_byte(chat):
             {"role": "user", "content": "more"},
         ]
     )
+
+
+@needs_browser
+def test_answer_without_a_text_is_said_to_be_one_and_kept(chat):
+    chat.stub.will_say({"reasoning_content": "hm"})
+    chat.stub.will_say(finish="length")
+    chat.stub.will_say({"content": "ok"})
+    for number, text in enumerate(("one", "two", "three"), 1):
+        chat.send(text)
+        chat.await_answer(number)
+    assert chat.text(".note") == "The model ended without an answer.|The model ended without an answer."
+    _, second, third = [body["messages"] for body in chat.stub.bodies]
+    assert second[1] == {"role": "assistant", "reasoning_content": "hm", "content": ""}
+    assert third[3] == {"role": "assistant", "content": ""}
 
 
 @needs_browser

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from maxmoe.server import page
-from tests.server import stub_server
+from tests.server.page import stub_server
 
 
 @pytest.fixture(scope="module")
