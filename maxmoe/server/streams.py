@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from maxmoe.server.gate import ClientGone, json_bytes
 
 PING = b": waiting\n\n"
+_PIECE_BYTES = 65_536
 DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
@@ -73,8 +74,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, data: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError as error:
-            raise ClientGone from error
+        """In pieces, so that the time is for so many bytes, however many events have gathered for a slow reader."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            body = data[start : start + _PIECE_BYTES]
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except TimeoutError as error:
+                raise ClientGone from error

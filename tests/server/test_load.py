@@ -81,13 +81,13 @@ def test_client_that_leaves_a_whole_answer_frees_its_slot(serve):
 
 
 def test_reader_that_stops_reading_is_given_up(serve):
-    engine = StubEngine(lambda prompt, params: [97] * 100_000, max_len=200_000)
+    engine = StubEngine(lambda prompt, params: [97] * 40_000, max_len=50_000)
     server = serve(engine, write_timeout_s=0.3)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         client.connect((host, int(port)))
-        client.sendall(_request(server.url, "hi", max_tokens=90_000))
+        client.sendall(_request(server.url, "hi", max_tokens=40_000))
         server.wait_idle(20)
         assert server.chat("still here", max_tokens=3).status_code == 200
 
