@@ -244,9 +244,11 @@ def _make_engine(
     from maxmoe.inference.engine import Engine
     from maxmoe.inference.streaming import StreamingEngine
 
+    if _STREAM.value and model_flags.drafts_from_flags():
+        raise ValueError("--num_draft_tokens needs weights in memory: leave out --stream_weights")
     if not _STREAM.value:
         weights = model_flags.params_from_flags(folder, model, mesh)
-        return Engine(model, weights, mesh, max_batch=1, **settings)
+        return Engine(model, weights, mesh, max_batch=1, **settings, **model_flags.drafts_from_flags())
     source = opened.enter_context(open_source(folder, model, flags.FLAGS["verify_checksums"].value))
     cache_bytes = int(_EXPERT_CACHE_GIB.value * 2**30)
     engine = StreamingEngine(

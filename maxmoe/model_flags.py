@@ -46,6 +46,13 @@ def define_flags() -> None:
         "Devices to share the work, as AXIS=SIZE,... with axes data, seq, expert and tensor: expert=4,tensor=2 for "
         "eight. Several processes need one that has all their devices. Default: the first device alone.",
     )
+    flags.DEFINE_integer(
+        "num_draft_tokens",
+        0,
+        "Guess up to so many tokens from what stands in prompt and answer already, and verify them in one step; answers "
+        "stay the same. Default: guess none.",
+        lower_bound=0,
+    )
 
 
 @contextlib.contextmanager
@@ -104,3 +111,11 @@ def params_from_flags(folder: str | Path, model: Any, mesh: Any) -> Any:
     from maxmoe.checkpoint.store import load_params
 
     return load_params(folder, model, mesh, dtype=dtype_from_flags(), verify=flags.FLAGS["verify_checksums"].value)
+
+
+def drafts_from_flags() -> dict[str, Any]:
+    """What an engine is given for the drafts that the flags ask for."""
+    from maxmoe.inference.drafting import NgramDrafter
+
+    count = flags.FLAGS["num_draft_tokens"].value
+    return {"drafter": NgramDrafter, "num_draft_tokens": count} if count else {}

@@ -65,6 +65,15 @@ def test_json_is_one_object_and_all_of_standard_output(greedy_json):
     assert answer["first_token_s"] > 0 and answer["tokens_per_s"] > 0 and answer["seed"] >= 0
 
 
+def test_drafts_change_no_answer(capsys, greedy_json):
+    given = ("--prompt=hé\n", "--temperature=0", "--max_tokens=9", "--json")
+    code, out, error = _main(capsys, *given, "--num_draft_tokens=3")
+    assert code == 0, error
+    assert json.loads(out)["ids"] == json.loads(greedy_json)["ids"]
+    code, _, error = _main(capsys, *given, "--num_draft_tokens=3", "--stream_weights")
+    assert code == 2 and "leave out --stream_weights" in error
+
+
 def test_text_streams_to_standard_output_and_ends_with_a_summary(greedy_json):
     code, out, error = _run("--prompt=hé\n", "--temperature=0", "--max_tokens=9", "--seed=5")
     assert code == 0

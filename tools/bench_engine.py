@@ -50,6 +50,8 @@ flags.DEFINE_string("url", None, "Server to measure instead of an engine; its ke
 flags.DEFINE_string("model", "maxmoe", "Name of the server's model.")
 flags.DEFINE_string("out", None, "Folder for results.json and plot.png.")
 
+_STEPS = 60  # per repeat of the comparison with a step's programs alone
+
 _COLUMNS = {
     "tokens/s": ("tokens_per_s", 1, ".1f"),
     "first token s": ("first_token_s", 1, ".3f"),
@@ -108,7 +110,7 @@ def _drivers(cells):
     params = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, mm.init_params(model)
     )
-    longest = max(len(job.prompt) + job.max_tokens for jobs in cells for job in jobs) + 64
+    longest = max(max(len(job.prompt) + job.max_tokens for jobs in cells for job in jobs) + 64, _STEPS + 24)
     drivers = {}
     for slots in FLAGS.max_batch:
         engine = mm.Engine(
@@ -125,6 +127,10 @@ def _drivers(cells):
         start = time.perf_counter()
         engine.warm_up(lambda program, done, total: print(f"compiling {done + 1} of {total}: {program}", flush=True))
         print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}; ready in {time.perf_counter() - start:.1f} s")
+        times = [workload.step_times(engine, _STEPS) for _ in range(2 * FLAGS.repeats + 1)]
+        served, alone = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+        added = statistics.median(engine_s / alone_s - 1 for engine_s, alone_s in times)
+        print(f"a step of {slots} rows: {served:.2f} ms, its programs alone {alone:.2f} ms; the host adds {added:.1%}")
         drivers[f"{slots} slots"] = lambda jobs, engine=engine: workload.drive_engine(engine, jobs)
     return drivers
 

@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 
 import httpx
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import maxmoe as mm
+from maxmoe.inference.next_token import next_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +133,31 @@ def drive_engine(engine: mm.Engine, jobs: list[Job]) -> Outcome:
         )
     share = 1 - (engine.metrics.waited_s - waited) / stepped
     return Outcome(served, time.perf_counter() - begin, share)
+
+
+def step_times(engine: mm.Engine, num_steps: int) -> tuple[float, float]:
+    """Seconds of one decode step of a full batch: in the engine, and of its programs alone, which no host looks at."""
+    params = mm.SamplingParams(temperature=0.0, max_tokens=num_steps + 8)
+    requests = [engine.submit([5 + row] * 16, params) for row in range(engine.max_batch)]
+    loop = engine._serving
+    while min(len(request.steps) for request in requests) < 2:
+        engine.step()
+    begin = time.perf_counter()
+    for _ in range(num_steps // 2):
+        engine.step()
+    served = (time.perf_counter() - begin) / (num_steps // 2)
+    logits, (rows, progress) = loop.logits, loop._laid_out()
+    cache, progress = jax.block_until_ready(jax.tree.map(jnp.copy, (loop.cache, progress)))
+    everyone = np.ones(engine.max_batch, bool)
+    begin = time.perf_counter()
+    for _ in range(num_steps // 2):
+        chosen, progress = next_tokens(logits, rows, progress, active=everyone)
+        logits, cache = engine.decode_token(chosen.tokens, cache, everyone)
+    jax.block_until_ready((logits, cache))
+    alone = (time.perf_counter() - begin) / (num_steps // 2)
+    for request in requests:
+        engine.cancel(request)
+    return served, alone
 
 
 def drive_server(url: str, jobs: list[Job], model: str, key: str = "") -> Outcome:

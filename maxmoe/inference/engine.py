@@ -113,9 +113,9 @@ class Engine:
         # Rows that lie on different devices are read at the same time; one row alone would leave the others idle.
         self.prefills_together = mesh is not None and mesh.shape.get("data", 1) > 1
         self.cache_dtype = jnp.dtype(params["embedding"].dtype if cache_dtype is None else cache_dtype)
-        self.batch_sizes = _doubling(1, max_batch)
-        self.cache_lens = _doubling(MIN_CACHE_LEN, self.max_len)
-        self.prefill_widths = _doubling(MIN_PREFILL_WIDTH, prefill_chunk)
+        self.batch_sizes = _growing(1, max_batch, 2)
+        self.cache_lens = _growing(MIN_CACHE_LEN, self.max_len, 2)
+        self.prefill_widths = _growing(MIN_PREFILL_WIDTH, prefill_chunk, 4)  # each takes long to compile
         if prefix_cache_bytes < 0 or (prefix_cache_bytes and prefill_chunk % GROUP_ROWS):
             raise ValueError(
                 f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
@@ -362,12 +362,12 @@ class Engine:
         return decode_step_in_place(self.model, self.params, token, cache, active)
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
-    """first, 2 first, 4 first, ... as far as they are below last, then last."""
+def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, factor times that, and so on as far as they are below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return (*sizes, last)
 
 

@@ -150,6 +150,7 @@ def _make_service(folder: str | Path) -> Service:
         prefix_cache_bytes=int(values.prefix_cache_gib * 2**30),
         grammars=_grammars(tokenizer, config.eos_id),
         thinking=conversation.thinking_markers(tokenizer) if conversation.has_markers(tokenizer) else None,
+        **model_flags.drafts_from_flags(),
     )
     return Service(
         tokenizer=tokenizer,

@@ -157,7 +157,7 @@ def test_shapes_come_from_short_lists(model, params):
     engine = Engine(model, params, max_batch=6, max_len=3000)
     assert engine.batch_sizes == (1, 2, 4, 6)
     assert engine.cache_lens == (256, 512, 1024, 2048, 3000)
-    assert engine.prefill_widths == (16, 32, 64, 128, 256, 512)
+    assert engine.prefill_widths == (16, 64, 256, 512)
     assert Engine(model, params, max_len=100).cache_lens == (100,)
     assert Engine(model, params).max_len == model.config.max_len < 32_768
 
