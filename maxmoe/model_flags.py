@@ -49,8 +49,8 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "num_draft_tokens",
         0,
-        "Guess up to so many tokens from what stands in prompt and answer already, and verify them in one step; answers "
-        "stay the same. Default: guess none.",
+        "Guess up to so many tokens from what stands in prompt and answer, and verify them in one step; answers stay "
+        "the same. Default: guess none.",
         lower_bound=0,
     )
 
