@@ -85,7 +85,7 @@ def _define_flags() -> None:
     flags.DEFINE_float(
         "max_request_s", None, "Seconds after which an answer is given up. Default: none.", lower_bound=0.001
     )
-    flags.DEFINE_float("max_body_mib", 32.0, "Largest request, in MiB.", lower_bound=0.001)
+    flags.DEFINE_float("max_body_mib", 16.0, "Largest request, in MiB.", lower_bound=0.001)
     flags.DEFINE_integer("drain_s", 30, "Seconds that answers have to end after SIGTERM.", lower_bound=0)
     flags.DEFINE_string("ssl_certfile", None, "Certificate for TLS, PEM.")
     flags.DEFINE_string("ssl_keyfile", None, "Its private key, PEM.")
