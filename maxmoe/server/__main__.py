@@ -194,7 +194,6 @@ def run(service: Service, keys: Keys) -> int:
         host=values.host,
         port=values.port,
         access_log=False,  # there is another
-        log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=values.drain_s,
         ssl_certfile=values.ssl_certfile,

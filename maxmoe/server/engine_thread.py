@@ -154,8 +154,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             if self._warms_up:
-                self.engine.warm_up()
+                self.engine.warm_up(_tell_progress)
             self._absence = None
+            logging.info("ready for requests")
             while self._take_commands():
                 if self.engine.has_work:
                     self._hand_over(self.engine.step())
@@ -263,6 +264,10 @@ class EngineThread:
     def note_duration(self, seconds: float) -> None:
         """Tells how long a request took, from its submission, for guesses at when there will be room."""
         self._mean_request_s += _WEIGHT_OF_LAST * (seconds - self._mean_request_s)
+
+
+def _tell_progress(program: Any, num_ready: int, num_programs: int) -> None:
+    logging.info("compiling %d of %d: %s", num_ready + 1, num_programs, program)
 
 
 def _ended(request: EngineRequest) -> Ended:
