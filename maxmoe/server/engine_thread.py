@@ -19,6 +19,7 @@ from maxmoe.server.serving_engine import EngineRequest, ServingEngine
 from maxmoe.server.ticket import Ended, EngineGoneError, Event, Job, Ticket
 
 _MAX_RETRY_AFTER_S = 120
+_STOP_S = 10.0
 _WEIGHT_OF_LAST = 0.1  # in the mean of how long requests take
 
 
@@ -88,9 +89,9 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends every answer and the thread, which finishes its step first."""
+        """Ends every answer and the thread, which finishes its step first; a compilation is not waited for."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STOP_S)
 
     @property
     def is_alive(self) -> bool:
