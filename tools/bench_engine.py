@@ -1,24 +1,37 @@
-"""Speed of serving on this machine: throughput, time to first token and time per output token, under open traffic.
+"""Speed of serving: throughput, time to first token and time per output token, under open traffic.
 
     python tools/bench_engine.py                                      the tiny model, three rates, two mixes of lengths
-    python tools/bench_engine.py --rate 5 --rate 50 --mix 512:64 --max_batch 32
-    python tools/bench_engine.py --prefix_cache_mib 256 --shared_tokens 64
+    python tools/bench_engine.py --rate 5 --rate 50 --mix 512:64 --max_batch 1 --max_batch 8 --out engine_bench
+    python tools/bench_engine.py --prefix_cache_mib 256 --shared_tokens 64 --num_draft_tokens 7
+    python tools/bench_engine.py --save_workload jobs.jsonl --rate 8 --mix 512:64
+    python tools/bench_engine.py --workload jobs.jsonl --url http://127.0.0.1:8000 --model maxmoe
 
 Requests come at random times of a given mean rate, whether the engine keeps up or not; `inf` submits all at once.
 Weights are random, prompts too, all greedy. Each figure is the median over repeats, which take turns, so that a slow
-minute of the machine meets all of them; compare figures only within one table.
+minute of the machine meets all of them; compare figures only within one table. With --url the same requests go to an
+OpenAI-compatible server, this project's or another.
 """
 
+import itertools
+import json
 import math
+import os
 import statistics
+import sys
 import time
+from pathlib import Path
+
+# Run as a program, Python looks in tools/ and not in the project's root.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 import maxmoe as mm
-from maxmoe.inference.request import Request
+from maxmoe.inference.drafting import NgramDrafter
+from tools import workload
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", "configs/tiny.py", "Model configuration to measure.")
@@ -26,76 +39,97 @@ flags.DEFINE_multi_string("rate", ["4", "16", "inf"], "Requests per second; inf 
 flags.DEFINE_multi_string("mix", ["32:32", "8-200:4-60"], "PROMPT:ANSWER tokens; A-B for any number between them.")
 flags.DEFINE_integer("requests", 24, "Per cell of the table and repeat.", lower_bound=2)
 flags.DEFINE_integer("repeats", 3, "Repeats that the median is taken over.", lower_bound=1)
-flags.DEFINE_integer("max_batch", 8, "Slots.", lower_bound=1)
+flags.DEFINE_multi_integer("max_batch", [8], "Slots; several to compare them in one table.", lower_bound=1)
 flags.DEFINE_integer("prefill_chunk", 64, "In tokens.", lower_bound=1)
 flags.DEFINE_integer("prefix_cache_mib", 0, "Size of the prefix cache; 0 for none.", lower_bound=0)
 flags.DEFINE_integer("shared_tokens", 0, "That all prompts begin with, in addition to their own.", lower_bound=0)
+flags.DEFINE_integer("num_draft_tokens", 0, "Of drafts by n-grams; 0 for none.", lower_bound=0)
+flags.DEFINE_string("workload", None, "File of requests to take instead of random ones.")
+flags.DEFINE_string("save_workload", None, "File to write the first cell's requests to, measuring nothing.")
+flags.DEFINE_string("url", None, "Server to measure instead of an engine; its key stands in OPENAI_API_KEY.")
+flags.DEFINE_string("model", "maxmoe", "Name of the server's model.")
+flags.DEFINE_string("out", None, "Folder for results.json and plot.png.")
 
-_HEADER = ("prompt:answer", "requests/s", "tokens/s", "first token s", "(90%)", "per token ms", "(90%)", "cached")
+_COLUMNS = {
+    "tokens/s": ("tokens_per_s", 1, ".1f"),
+    "first token s": ("first_token_s", 1, ".3f"),
+    "(90%)": ("first_token_90_s", 1, ".3f"),
+    "per token ms": ("per_token_s", 1000, ".1f"),
+    "(90%) ": ("per_token_90_s", 1000, ".1f"),
+    "cached": ("cached", 1, ".0%"),
+    "host": ("host_share", 1, ".1%"),
+}
 
 
 def main(argv):
     """Measures every rate with every mix, and prints a table."""
     del argv
-    config = mm.load_config(FLAGS.config)
-    model = mm.Transformer(config)
-    mixes = {text: _parse_mix(text) for text in FLAGS.mix}
+    mixes = {text: parse_mix(text) for text in FLAGS.mix}
     rates = {text: float(text) for text in FLAGS.rate}
     if min(rates.values()) <= 0:
         raise app.UsageError(f"--rate={FLAGS.rate}: each must be above 0")
-    longest = FLAGS.shared_tokens + max(prompt[1] + answer[1] for prompt, answer in mixes.values())
-    engine = mm.Engine(
-        model,
-        mm.init_params(model),
-        max_batch=FLAGS.max_batch,
-        max_len=longest,
-        prefill_chunk=FLAGS.prefill_chunk,
-        max_waiting=FLAGS.requests,
-        prefix_cache_bytes=FLAGS.prefix_cache_mib * 2**20,
-    )
-    start = time.perf_counter()
-    engine.warm_up(lambda program, done, total: print(f"compiling {done + 1} of {total}: {program}", flush=True))
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}; compiled in {time.perf_counter() - start:.1f} s")
-    cells = {(mix, rate): [] for mix in mixes for rate in rates}
+    cells = {cell: _Jobs(mixes[cell[0]], rates[cell[1]]) for cell in itertools.product(mixes, rates)}
+    if FLAGS.workload is not None:
+        cells = {(Path(FLAGS.workload).name, ""): lambda repeat: workload.read_jobs(Path(FLAGS.workload))}
+    if FLAGS.save_workload is not None:
+        workload.write_jobs(Path(FLAGS.save_workload), next(iter(cells.values()))(0))
+        return
+    drivers = _drivers([jobs(0) for jobs in cells.values()])
+    figures = {(driver, *cell): [] for driver in drivers for cell in cells}
     for repeat in range(FLAGS.repeats):
-        for (mix, rate), results in cells.items():
-            rng = np.random.default_rng(repeat)
-            results.append(measure(engine, rng, *mixes[mix], rates[rate]))
-    _print_table(cells)
+        for (cell, make), (name, drive) in itertools.product(cells.items(), drivers.items()):
+            jobs = make(repeat)
+            figures[name, *cell].append(drive(jobs).figures(jobs))
+    rows = {
+        key: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for key, runs in figures.items()
+    }
+    _print_table(rows)
+    if FLAGS.out is not None:
+        _write(Path(FLAGS.out), rows)
 
 
-def measure(engine, rng, prompt_range, answer_range, rate) -> tuple[float, ...]:
-    """Serves requests that come at random times. Returns the figures of one row of the table."""
-    shared = np.arange(FLAGS.shared_tokens) % 251
-    jobs = []
-    for _ in range(FLAGS.requests):
-        prompt = np.concatenate([shared, rng.integers(0, 256, rng.integers(*prompt_range, endpoint=True))])
-        jobs.append((prompt, int(rng.integers(*answer_range, endpoint=True))))
-    waits = np.zeros(len(jobs)) if math.isinf(rate) else rng.exponential(1 / rate, len(jobs))
-    begin = time.perf_counter()
-    arrivals = begin + np.cumsum(waits)
-    requests: list[Request] = []
-    while len(requests) < len(jobs) or engine.has_work:
-        while len(requests) < len(jobs) and arrivals[len(requests)] <= time.perf_counter():
-            prompt, max_tokens = jobs[len(requests)]
-            requests.append(engine.submit(prompt, mm.SamplingParams(temperature=0.0, max_tokens=max_tokens)))
-        if engine.has_work:
-            engine.step()
-        else:
-            time.sleep(max(arrivals[len(requests)] - time.perf_counter(), 0))
-    elapsed = time.perf_counter() - begin
-    # From when a request was to come, not from when the loop had time to submit it.
-    first = [request.first_token_s - arrival for request, arrival in zip(requests, arrivals, strict=True)]
-    later = [(r.ended_s - r.first_token_s) / (len(r.steps) - 1) for r in requests if len(r.steps) > 1]
-    return (
-        sum(len(request.steps) for request in requests) / elapsed,
-        *np.percentile(first, (50, 90)),
-        *(1000 * np.percentile(later, (50, 90)) if later else (math.nan, math.nan)),
-        sum(request.num_cached for request in requests) / sum(request.prompt.size for request in requests),
+class _Jobs:
+    """The requests of one cell, others in each repeat."""
+
+    def __init__(self, mix, rate):
+        self._mix, self._rate = mix, rate
+
+    def __call__(self, repeat):
+        rng = np.random.default_rng(repeat)
+        return workload.make_jobs(rng, FLAGS.requests, self._rate, *self._mix, FLAGS.shared_tokens)
+
+
+def _drivers(cells):
+    """What serves a workload, by name: a server, or an engine per number of slots."""
+    if FLAGS.url is not None:
+        key = os.environ.get("OPENAI_API_KEY", "")
+        return {FLAGS.url: lambda jobs: workload.drive_server(FLAGS.url, jobs, FLAGS.model, key)}
+    model = mm.Transformer(mm.load_config(FLAGS.config))
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, mm.init_params(model)
     )
+    longest = max(len(job.prompt) + job.max_tokens for jobs in cells for job in jobs) + 64
+    drivers = {}
+    for slots in FLAGS.max_batch:
+        engine = mm.Engine(
+            model,
+            params,
+            max_batch=slots,
+            max_len=longest,
+            prefill_chunk=FLAGS.prefill_chunk,
+            max_waiting=max(map(len, cells)),
+            prefix_cache_bytes=FLAGS.prefix_cache_mib * 2**20,
+            drafter=NgramDrafter if FLAGS.num_draft_tokens else None,
+            num_draft_tokens=FLAGS.num_draft_tokens or 7,
+        )
+        start = time.perf_counter()
+        engine.warm_up(lambda program, done, total: print(f"compiling {done + 1} of {total}: {program}", flush=True))
+        print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}; ready in {time.perf_counter() - start:.1f} s")
+        drivers[f"{slots} slots"] = lambda jobs, engine=engine: workload.drive_engine(engine, jobs)
+    return drivers
 
 
-def _parse_mix(text):
+def parse_mix(text):
     """'8-200:32' as ((8, 200), (32, 32))."""
     try:
         prompt, answer = (tuple(int(part) for part in side.split("-")) for side in text.split(":"))
@@ -107,13 +141,38 @@ def _parse_mix(text):
     return prompt, answer
 
 
-def _print_table(cells):
-    print(f"{FLAGS.requests} requests, median of {FLAGS.repeats}, {FLAGS.max_batch} slots")
-    print("".join(f"{name:>15}" for name in _HEADER))
-    for (mix, rate), results in cells.items():
-        tokens, first, first90, later, later90, cached = map(statistics.median, zip(*results, strict=True))
-        figures = f"{tokens:.1f}", f"{first:.3f}", f"{first90:.3f}", f"{later:.1f}", f"{later90:.1f}", f"{cached:.0%}"
-        print("".join(f"{text:>15}" for text in (mix, rate, *figures)))
+def _print_table(rows):
+    print(f"{FLAGS.requests} requests, median of {FLAGS.repeats}")
+    print("".join(f"{name:>15}" for name in ("served by", "prompt:answer", "requests/s", *_COLUMNS)))
+    for key, row in rows.items():
+        figures = (format(row[name] * factor, form) for name, factor, form in _COLUMNS.values())
+        print("".join(f"{text:>15}" for text in (*key, *figures)))
+
+
+def _write(folder, rows):
+    """results.json, and a plot of how long tokens take at each rate."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [
+        {"served_by": name, "mix": mix, "rate": rate}
+        | {key: None if math.isnan(value) else value for key, value in row.items()}
+        for (name, mix, rate), row in rows.items()
+    ]
+    (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, name, title in zip(
+        figure.subplots(1, 2),
+        ("first_token_s", "per_token_s"),
+        ("time to first token, s", "time per token, s"),
+        strict=True,
+    ):
+        for served_by, mix in dict.fromkeys((name, mix) for name, mix, _ in rows):
+            points = [(rate, row[name]) for (by, of, rate), row in rows.items() if (by, of) == (served_by, mix)]
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{mix}, {served_by}")
+        axes.set(title=title, xlabel="requests per second", ylim=(0, None))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(folder / "plot.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class Run:
         return self
 
     def __next__(self) -> Step:
-        while self._loop is not None and self._num_told == len(self.steps) and not self._request.ended:
+        if self._loop is None:
+            raise StopIteration
+        while self._num_told == len(self.steps) and not self._request.ended:
             self._loop.step()
         if self._num_told < len(self.steps):
             self._num_told += 1

@@ -1,6 +1,6 @@
 """Continuous batching: requests come and go row by row while the other rows of the batch go on.
 
-One iteration admits what the scheduler says, prefills a bounded number of tokens, then takes one token of every row
+One iteration admits what the scheduler says, prefills at most two chunks of tokens, then takes one token of every row
 that has read its prompt. Each request owns one slot, a row of the batched cache; a request that ends leaves it at once.
 
 What a request gets does not depend on its neighbours:
@@ -60,12 +60,14 @@ class ServingMetrics:
       num_generated_tokens: Stop ids included.
       num_preemptions: Requests that lost their slot.
       num_ended: By status.
+      waited_s: Seconds that the host waited for tokens from the device; the rest of a step is its own work.
     """
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_ended: dict[Status, int] = dataclasses.field(default_factory=dict)
+    waited_s: float = 0.0
 
 
 @dataclasses.dataclass
@@ -75,9 +77,14 @@ class _Unread:
     ids: Int[np.ndarray, "T"]
     num_read: int
 
+    @property
+    def num_left(self) -> int:
+        """Tokens."""
+        return self.ids.size - self.num_read
+
     def next_count(self, chunk: int) -> int:
         """Tokens up to the next multiple of a chunk."""
-        return min(self.ids.size - self.num_read, chunk - self.num_read % chunk)
+        return min(self.num_left, chunk - self.num_read % chunk)
 
     def next_ids(self, chunk: int) -> Int[np.ndarray, "t"]:
         """The tokens up to there."""
@@ -213,7 +220,10 @@ class ServingLoop:
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Reads on: chunks of several requests, the earliest first, up to about one chunk of tokens in all."""
+        """Reads on: a chunk of the earliest request, and about one chunk's tokens of those that have the least to read.
+
+        So an iteration is bounded, a prompt of any length goes on at each, and a short one does not wait for its end.
+        """
         if not self._unread:
             return
         engine = self._engine
@@ -221,9 +231,10 @@ class ServingLoop:
         if engine.prefills_together:
             self._prefill_rows(chunk)
             return
+        earliest, *others = sorted(self._unread, key=lambda slot: self.scheduler.running[slot].number)
+        self._prefill_slot(earliest, engine.padded_chunk(self._unread[earliest].next_ids(chunk)))
         room = chunk
-        order = sorted(self._unread, key=lambda slot: self.scheduler.running[slot].number)
-        for slot in order:
+        for slot in sorted(others, key=lambda slot: self._unread[slot].num_left):
             ids = engine.padded_chunk(self._unread[slot].next_ids(chunk))
             if ids.size > room:
                 return
@@ -303,9 +314,11 @@ class ServingLoop:
 
     def _collect(self) -> list[tuple[Request, Step]]:
         """Hands over the tokens that are on the way, to those who still have their slots."""
+        begin_s = time.perf_counter()
         arrived = jax.device_get(self.on_way)
         awaited, self._awaited = self._awaited, []
         now_s, new = time.perf_counter(), []
+        self.metrics.waited_s += now_s - begin_s
         for request in awaited:
             slot = request.slot
             if self.scheduler.running.get(slot) is not request:

@@ -224,6 +224,20 @@ def test_requests_expire_waiting_or_running():
             _engine().submit(*JOBS[0], deadline=deadline)
 
 
+def test_short_requests_do_not_wait_for_a_long_prompt():
+    """One chunk of the long prompt an iteration, and beside it the short ones, which come later, begin and end."""
+    long = _engine().submit([(37 * i) % 256 for i in range(88)], GREEDY)  # six chunks
+    _engine().step()
+    short = [_engine().submit([9, number], GREEDY) for number in range(SLOTS - 1)]
+    read = [_engine()._serving._unread[long.slot].num_read]
+    while not all(request.steps for request in short):
+        _engine().step()
+        read.append(_engine()._serving._unread[long.slot].num_read)
+    assert len(read) <= 3 and np.diff(read).tolist() == [CHUNK] * (len(read) - 1)
+    _drain()
+    assert long.status == "finished" and all(request.status == "finished" for request in short)
+
+
 def test_a_full_queue_refuses_and_goes_on():
     requests = [_engine().submit(*JOBS[0]) for _ in range(10)]
     with pytest.raises(QueueFullError, match="10 requests wait already"):
