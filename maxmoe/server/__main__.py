@@ -85,7 +85,7 @@ def _define_flags() -> None:
     flags.DEFINE_float(
         "max_request_s", None, "Seconds after which an answer is given up. Default: none.", lower_bound=0.001
     )
-    flags.DEFINE_float("max_body_mib", 32.0, "Largest request, in MiB.", lower_bound=0.001)
+    flags.DEFINE_float("max_body_mib", 16.0, "Largest request, in MiB.", lower_bound=0.001)
     flags.DEFINE_integer("drain_s", 30, "Seconds that answers have to end after SIGTERM.", lower_bound=0)
     flags.DEFINE_string("ssl_certfile", None, "Certificate for TLS, PEM.")
     flags.DEFINE_string("ssl_keyfile", None, "Its private key, PEM.")
@@ -195,7 +195,6 @@ def run(service: Service, keys: Keys) -> int:
         host=values.host,
         port=values.port,
         access_log=False,  # there is another
-        log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=values.drain_s,
         ssl_certfile=values.ssl_certfile,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxmoe.server.fields import Count, ExtendedSamplingFields, Fields, OpenFields, PositiveCount, TokenId
+from maxmoe.server.fields import Count, ExtendedSamplingFields, Fields, Items, OpenFields, PositiveCount, TokenId
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=256)]
 
@@ -51,13 +51,13 @@ class Message(OpenFields):
     """Of the conversation. What the model cannot be told of it counts as lost history, and is judged as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = Field(None, description="An assistant's thinking; send back what was received.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    tools: list[Tool] | None = Field(None, description="Of a system message without content: more tools.")
+    tools: Items[Tool] | None = Field(None, description="Of a system message without content: more tools.")
     partial: bool | None = Field(None, description="Of the last message: whether the model goes on with it.")
 
 
@@ -143,8 +143,8 @@ class ResumeFields(ExtendedSamplingFields):
 class ChatFields(ResumeFields):
     """A chat completion."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    tools: Items[Tool] | None = None
     reasoning_effort: str | None = Field(None, description="low, high, max (the default), or none for no thinking.")
     thinking: Thinking | bool | None = None
     thinking_effort: str | None = None
@@ -155,7 +155,7 @@ class ChatFields(ResumeFields):
 class SessionResumeFields(ResumeFields):
     """Going on with a session: new messages alone; none where its last answer was cut off."""
 
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
 
 
 class TokenizeFields(Fields):
@@ -163,8 +163,8 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Text; markers in it are read as such.")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Items[Tool] | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | bool | None = None
     add_generation_prompt: bool | None = None
@@ -175,4 +175,4 @@ class DetokenizeFields(Fields):
     """Ids to make text of."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]

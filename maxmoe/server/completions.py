@@ -10,23 +10,23 @@ from starlette.responses import Response
 from maxmoe.server.chat_fields import StreamOptions
 from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError, bad_request
-from maxmoe.server.fields import MAX_CHOICES, ExtendedSamplingFields, PositiveCount, TokenId
+from maxmoe.server.fields import MAX_CHOICES, ExtendedSamplingFields, Items, PositiveCount, TokenId
 from maxmoe.server.generation import Generation, Plan, Update
 from maxmoe.server.logprobs import text_logprobs
-from maxmoe.server.planning import choices_params, salt_of
+from maxmoe.server.planning import beside_loop, choices_params, salt_of
 from maxmoe.server.readers import Finished, TextReader
 from maxmoe.server.service import Service
 from maxmoe.server.streams import DONE, event
 
 _DEFAULT_MAX_TOKENS = 16  # the interface's own
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Ids = Annotated[Items[TokenId], Field(min_length=1)]
 
 
 class CompletionFields(ExtendedSamplingFields):
     """A completion."""
 
-    prompt: str | _Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Ids], Field(min_length=1)] = Field(
-        description="Text, in which the names of special ids become these; or ids; or a list of either."
+    prompt: str | _Ids | Annotated[Items[str], Field(min_length=1)] | Annotated[Items[_Ids], Field(min_length=1)] = (
+        Field(description="Text, in which the names of special ids become these; or ids; or a list of either.")
     )
     max_tokens: PositiveCount | None = Field(None, description=f"Default: {_DEFAULT_MAX_TOKENS}.")
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -37,8 +37,8 @@ class CompletionFields(ExtendedSamplingFields):
 
 async def completions(request: Request, service: Service) -> Response:
     """POST /v1/completions."""
-    fields, _ = await read(request, service, CompletionFields)
-    plan = _plan(service, fields, request.state.caller)
+    fields, body = await read(request, service, CompletionFields)
+    plan = await beside_loop(body.num_bytes, _plan, service, fields, request.state.caller)
     return await answer(request, service, plan, CompletionForm(service, plan, fields), bool(fields.stream))
 
 
@@ -67,14 +67,11 @@ def _plan(service: Service, fields: CompletionFields, caller: str) -> Plan:
             top_logprobs=fields.logprobs or 0,
         )
 
-    def make_reader(index: int) -> TextReader:
-        return TextReader(service.tokenizer, stops=fields.stops, min_tokens=params[index].min_tokens)
-
     return Plan(
         endpoint="/v1/completions",
         prompts=prompts,
         params=params,
-        make_reader=make_reader,
+        readers=[TextReader(service.tokenizer, stops=fields.stops, min_tokens=each.min_tokens) for each in params],
         priority=fields.priority or 0,
         cache_salt=salt_of(caller, fields),
     )

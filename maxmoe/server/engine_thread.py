@@ -19,6 +19,7 @@ from maxmoe.server.serving_engine import EngineRequest, ServingEngine
 from maxmoe.server.ticket import Ended, EngineGoneError, Event, Job, Ticket
 
 _MAX_RETRY_AFTER_S = 120
+_STOP_S = 10.0
 _WEIGHT_OF_LAST = 0.1  # in the mean of how long requests take
 
 
@@ -88,9 +89,9 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends every answer and the thread, which finishes its step first."""
+        """Ends every answer and the thread, which finishes its step first; a compilation is not waited for."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STOP_S)
 
     @property
     def is_alive(self) -> bool:
@@ -154,8 +155,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             if self._warms_up:
-                self.engine.warm_up()
+                self.engine.warm_up(_tell_progress)
             self._absence = None
+            logging.info("ready for requests")
             while self._take_commands():
                 if self.engine.has_work:
                     self._hand_over(self.engine.step())
@@ -263,6 +265,10 @@ class EngineThread:
     def note_duration(self, seconds: float) -> None:
         """Tells how long a request took, from its submission, for guesses at when there will be room."""
         self._mean_request_s += _WEIGHT_OF_LAST * (seconds - self._mean_request_s)
+
+
+def _tell_progress(program: Any, num_ready: int, num_programs: int) -> None:
+    logging.info("compiling %d of %d: %s", num_ready + 1, num_programs, program)
 
 
 def _ended(request: EngineRequest) -> Ended:

@@ -27,6 +27,11 @@ TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
+_Entry = TypeVar("_Entry")
+# Of a list with a million wrong entries, the first is told.
+Items = Annotated[list[_Entry], Field(fail_fast=True)]
+
+
 class Fields(BaseModel):
     """A request's body, or an object in it."""
 
@@ -59,8 +64,8 @@ class ExtendedSamplingFields(SamplingFields):
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = Field(None, max_length=1024)
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     min_tokens: Count | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     priority: Annotated[int, Field(ge=0, le=1_000_000)] | None = Field(
         None, description="More is later: such requests give way to others. Nobody can ask to come before them."

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from maxmoe.inference.answer import FinishReason, Step
@@ -24,7 +24,7 @@ class Plan:
       endpoint: Its path.
       prompts: Token ids, one list for each answer.
       params: One for each answer.
-      make_reader: Of an answer, from its index.
+      readers: One for each answer.
       warnings: For the client: what of the history the model does not see, and what is not enforced.
       tier: The thinking effort, for metrics.
       cache_salt: Of whoever asks, and of the request.
@@ -33,7 +33,7 @@ class Plan:
     endpoint: str
     prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]
-    make_reader: Callable[[int], Reader]
+    readers: Sequence[Reader]
     warnings: tuple[str, ...] = ()
     tier: str = "none"
     priority: int = 0
@@ -53,36 +53,38 @@ class Generation:
 
     Attributes:
       results: The answers that have ended, by index.
-      seconds: How long it took, once left.
     """
 
     def __init__(self, service: Service, plan: Plan):
         """Begins nothing yet."""
         self.plan = plan
         self.results: dict[int, Finished] = {}
-        self.seconds = 0.0
         self._service = service
-        self._readers = [plan.make_reader(index) for index in range(len(plan.prompts))]
+        self._readers = plan.readers
         self._ended: dict[int, Ended] = {}
         self._last_token_s: dict[int, float] = {}
         self._reasons: dict[int, FinishReason | None] = {}
         self._ticket: Ticket | None = None
         self._began_s = 0.0
         self._failed = False
+        self._is_accepted = False
 
     def __enter__(self) -> "Generation":
         self._began_s = time.perf_counter()
-        self._service.metrics.request_started(self.plan.endpoint)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._ticket is not None:
             self._ticket.__exit__(kind, *rest)
-        self.seconds = time.perf_counter() - self._began_s
+        if self._is_accepted:
+            self._count()
+
+    def _count(self) -> None:
+        seconds = time.perf_counter() - self._began_s
         complete = len(self.results) == len(self._readers)
         status = self.results[0].finish_reason if complete else "error" if self._failed else "abort"
         if complete:
-            self._service.engine_thread.note_duration(self.seconds)
+            self._service.engine_thread.note_duration(seconds)
         first = min(self._ended.values(), key=lambda ended: ended.first_token_s or 0.0, default=None)
         num_thinking = sum(reader.num_reasoning_tokens for reader in self._readers)
         self._service.metrics.request_ended(
@@ -94,13 +96,14 @@ class Generation:
             cached_tokens=self.num_cached_tokens,
             thinking_tokens=num_thinking,
             answer_tokens=sum(len(reader.ids) for reader in self._readers) - num_thinking,
-            e2e_s=self.seconds,
+            e2e_s=seconds,
         )
 
     async def start(self) -> None:
         """Hands the prompts to the engine, and waits until it has taken them. Raises: ApiError."""
-        with self._failures():
-            await self._start()
+        await self._start()
+        self._service.metrics.request_started(self.plan.endpoint)
+        self._is_accepted = True
 
     async def _start(self) -> None:
         plan, deadline = self.plan, self._service.options.max_request_s

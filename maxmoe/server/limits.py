@@ -13,6 +13,8 @@ from maxmoe.server.errors import ApiError, bad_request
 from maxmoe.server.service import Options
 
 _MAX_CALLERS = 10_000
+_MAX_MEMBERS = 200_000  # lists, objects and fields of a body: what checking it takes time for
+_MAX_BRACKETS = 2_000_000  # the same before it is read, when brackets in texts cannot be told apart
 
 
 class JsonBody(NamedTuple):
@@ -28,9 +30,11 @@ async def read_json(request: Request, options: Options) -> JsonBody:
     if kind != "application/json":  # also keeps pages of other sites from posting without asking
         raise ApiError(415, f"the Content-Type is {kind!r:.80}; send application/json", code="unsupported_content_type")
     raw = await _read(request, options)
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
+        raise _too_many()
     try:
         value = json.loads(raw, parse_constant=_refuse_constant)
-        _check_depth(value, options.max_depth)
+        _check_shape(value, options.max_depth)
     except RecursionError as error:
         raise _too_deep(options.max_depth) from error
     except ValueError as error:  # not UTF-8 and numbers of thousands of digits included
@@ -61,15 +65,19 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _check_depth(value: Any, max_depth: int) -> None:
+def _check_shape(value: Any, max_depth: int) -> None:
+    num_members = 0
     todo = [_children(value)]
     while todo:
         child = next(todo[-1], None)
         if child is None:
             todo.pop()
-        elif isinstance(child, list | dict):
+        else:
+            num_members += 1 + (len(child) if isinstance(child, dict) else 0)
             if len(todo) >= max_depth:
                 raise _too_deep(max_depth)
+            if num_members > _MAX_MEMBERS:
+                raise _too_many()
             todo.append(_children(child))
 
 
@@ -81,6 +89,10 @@ def _children(value: Any) -> Iterator[Any]:
 
 def _too_deep(max_depth: int) -> ApiError:
     return bad_request(f"lists and objects are nested more than {max_depth} deep", code="nested_too_deeply")
+
+
+def _too_many() -> ApiError:
+    return bad_request(f"the body has more than {_MAX_MEMBERS:,} lists, objects and fields", code="too_many_values")
 
 
 def _too_large(max_bytes: int) -> ApiError:

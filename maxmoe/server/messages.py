@@ -14,10 +14,10 @@ from starlette.responses import Response
 from maxmoe.server.chat_fields import ToolName
 from maxmoe.server.endpoint import answer, new_id, read
 from maxmoe.server.errors import ApiError, bad_request
-from maxmoe.server.fields import Count, Fields, OpenFields, PositiveCount, SamplingFields, StopString
+from maxmoe.server.fields import Count, Fields, Items, OpenFields, PositiveCount, SamplingFields, StopString
 from maxmoe.server.gate import JsonResponse
 from maxmoe.server.generation import Generation, Plan, Update
-from maxmoe.server.planning import Ask, encode, plan_chat
+from maxmoe.server.planning import Ask, beside_loop, encode, plan_chat
 from maxmoe.server.readers import Finished
 from maxmoe.server.service import Service
 from maxmoe.server.streams import event
@@ -37,7 +37,7 @@ class Block(Fields):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+    content: "str | Items[Block] | None" = None
     is_error: bool | None = None
     signature: str | None = None
     cache_control: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class AnthropicMessage(Fields):
     """Of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Items[Block]
 
 
 class AnthropicTool(OpenFields):
@@ -79,9 +79,9 @@ class CountFields(Fields):
     """A conversation."""
 
     model: str | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[Block] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1)]
+    system: str | Items[Block] | None = None
+    tools: Items[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: AnthropicThinking | None = None
     reasoning_effort: str | None = Field(None, description="low, high or max (the default).")
@@ -92,7 +92,7 @@ class MessagesFields(CountFields, SamplingFields):
 
     max_tokens: PositiveCount
     top_k: Count | None = None
-    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Items[StopString], Field(max_length=16)] | None = None
     metadata: dict[str, str] | None = Field(None, description="Has no effect.")
     history: Literal["strict", "lenient"] | None = None
 
@@ -131,7 +131,8 @@ async def count_tokens(request: Request, service: Service) -> Response:
         max_tokens=None,
         strict_history=False,
     )
-    return JsonResponse({"input_tokens": len(encode(service, ask).ids)})
+    counted = await beside_loop(body.num_bytes, encode, service, ask)
+    return JsonResponse({"input_tokens": len(counted.ids)})
 
 
 def _chat_of(fields: CountFields, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -139,8 +140,8 @@ def _chat_of(fields: CountFields, body: dict[str, Any]) -> tuple[dict[str, Any],
 
     Raises: ApiError for content that is not text.
     """
-    found: list[dict[str, Any]] = []
-    paths: list[str] = []
+    found: Items[dict[str, Any]] = []
+    paths: Items[str] = []
     if fields.system is not None:
         found.append({"role": "system", "content": _text(fields.system, "system")})
         paths.append("system")

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from maxmoe import chat
 from maxmoe.inference.sampling_params import MAX_SEED, SamplingParams
@@ -17,8 +17,11 @@ from maxmoe.server.readers import ChatReader
 from maxmoe.server.service import Service
 
 DEFAULT_MAX_TOKENS = 131_072
-_INLINE_BYTES = 16_384  # a longer conversation is encoded beside the loop
+_INLINE_BYTES = 16_384
 _PARAMS = re.compile(r"(tools|tool_choice|response_format|chat_template_kwargs|thinking|messages)\b[\w.\[\]]*")
+
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +59,18 @@ class Ask:
 
 async def plan_chat(service: Service, ask: Ask, caller: str) -> Plan:
     """Encodes a conversation. Raises: ApiError that names what is wrong, with numbers where it is too long."""
-    if ask.num_bytes > _INLINE_BYTES:
-        prompt = await asyncio.to_thread(encode, service, ask)
-    else:
-        prompt = encode(service, ask)
+    prompt = await beside_loop(ask.num_bytes, encode, service, ask)
     demands = {"parallel_tool_calls": False} if ask.max_calls == 1 else {}
     constraint = await constraint_of(service, ask.request | demands)
     warnings = ask.warnings + constraint.warnings + prompt.warnings
-    return _plan(service, ask, prompt, constraint.grammar, warnings, caller)
+    return await beside_loop(ask.num_bytes, _plan, service, ask, prompt, constraint.grammar, warnings, caller)
+
+
+async def beside_loop(num_bytes: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls what takes long for a long request, and then in a thread, so that others need not wait for it."""
+    if num_bytes > _INLINE_BYTES:
+        return await asyncio.to_thread(function, *arguments)
+    return function(*arguments)
 
 
 def encode(service: Service, ask: Ask) -> chat.Prompt:
@@ -138,24 +145,25 @@ def _plan(
         thinking_token_budget=None if budget is None else min(budget, service.max_len),
     )
 
-    def make_reader(index: int) -> ChatReader:
-        return ChatReader(
+    readers = [
+        ChatReader(
             service.tokenizer,
             prompt.ids,
             allow_tool_calls=prompt.allows_tool_calls,
             stops=ask.stops,
-            min_tokens=params[index].min_tokens,
+            min_tokens=each.min_tokens,
             max_calls=ask.max_calls,
             keeps_steps=ask.keeps_steps,
             lenient_markers=service.options.lenient_markers,
             force_nonempty_content=service.options.force_nonempty_content,
         )
-
+        for each in params
+    ]
     return Plan(
         endpoint=ask.endpoint,
         prompts=[prompt.ids] * len(params),
         params=params,
-        make_reader=make_reader,
+        readers=readers,
         warnings=warnings,
         tier=effort_of(ask.request),
         priority=getattr(ask.fields, "priority", None) or 0,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from maxmoe.server.chat_fields import ToolName
 from maxmoe.server.errors import bad_request
-from maxmoe.server.fields import Count, Fields, OpenFields, PositiveCount, SamplingFields
+from maxmoe.server.fields import Count, Fields, Items, OpenFields, PositiveCount, SamplingFields
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -28,16 +28,16 @@ class Item(Fields):
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
-    summary: list[Part] | None = None
+    summary: Items[Part] | None = None
     encrypted_content: str | None = None
     name: str | None = None
     arguments: str | None = None
     call_id: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Items[Part] | None = None
 
 
 class FlatTool(OpenFields):
@@ -83,9 +83,9 @@ class Reasoning(Fields):
 class ResponseFields(SamplingFields):
     """A response. Nothing is kept between requests: `input` is the whole conversation."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Items[Item], Field(min_length=1)]
     instructions: str | None = None
-    tools: list[FlatTool] | None = None
+    tools: Items[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -96,7 +96,7 @@ class ResponseFields(SamplingFields):
     truncation: Literal["disabled"] | None = None
     store: bool | None = Field(None, description="Has no effect: answers are not stored.")
     background: Literal[False] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="Has no effect.")
+    include: Items[Literal["reasoning.encrypted_content"]] | None = Field(None, description="Has no effect.")
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
@@ -111,8 +111,8 @@ def chat_of(fields: ResponseFields, body: dict[str, Any]) -> tuple[dict[str, Any
 
     Raises: ApiError for what is not text.
     """
-    messages: list[dict[str, Any]] = []
-    paths: list[str] = []
+    messages: Items[dict[str, Any]] = []
+    paths: Items[str] = []
     if fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})
         paths.append("instructions")

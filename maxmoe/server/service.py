@@ -35,7 +35,7 @@ class Options:
     force_nonempty_content: bool = False
     logs_bodies: bool = False
     max_request_s: float | None = None
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 16 * 2**20
     max_depth: int = 64
     read_timeout_s: float = 60.0
     write_timeout_s: float = 30.0

@@ -1,6 +1,6 @@
 """What the server needs of an engine. `inference.engine.Engine` is one; tests have another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from maxmoe.inference.answer import Step
@@ -53,8 +53,8 @@ class ServingEngine(Protocol):
     def cancel(self, request: EngineRequest) -> None:
         """Ends a request."""
 
-    def warm_up(self) -> None:
-        """Compiles what serving will need."""
+    def warm_up(self, progress: Callable[[Any, int, int], None]) -> None:
+        """Compiles what serving will need; before each program it tells which, how many are ready, and of how many."""
 
     @property
     def has_work(self) -> bool:

@@ -5,6 +5,7 @@ who resumes one sends only what is new, and that is appended. Its state is compu
 prefix cache. Answers can be saved for a while after they were given; each caller sees its own alone.
 """
 
+import array
 import collections
 import dataclasses
 import json
@@ -12,6 +13,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class Snapshot:
       is_complete: Whether the answer ends as a message does; else it was cut off, and can only go on.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     request: dict[str, Any]
     is_complete: bool
 
@@ -53,7 +55,8 @@ class SessionStore:
 
     def remember(self, caller: str, answer_id: str, snapshot: Snapshot) -> None:
         """Keeps an answer for `save`, until others have taken its place."""
-        self._recent[caller, answer_id] = snapshot
+        ids = array.array("i", snapshot.ids)  # a ninth of what a list needs
+        self._recent[caller, answer_id] = dataclasses.replace(snapshot, ids=ids)
         self._num_recent_tokens += len(snapshot.ids)
         while self._num_recent_tokens > _MAX_RECENT_TOKENS and len(self._recent) > 1:
             _, dropped = self._recent.popitem(last=False)
@@ -114,6 +117,7 @@ class SessionStore:
         if len(self.names(caller)) >= _MAX_PER_CALLER:
             raise ApiError(409, f"there are {_MAX_PER_CALLER:,} sessions, no more fit", code="too_many_sessions")
         stored = self._model | {"created": int(time.time())} | dataclasses.asdict(snapshot)
+        stored["ids"] = list(snapshot.ids)
         file.parent.mkdir(exist_ok=True, mode=0o700)
         part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
         with open(part, "x", encoding="utf-8", opener=_private) as out:

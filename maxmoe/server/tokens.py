@@ -10,7 +10,7 @@ from maxmoe.server.endpoint import read
 from maxmoe.server.errors import bad_request
 from maxmoe.server.fields import SamplingFields
 from maxmoe.server.gate import JsonResponse
-from maxmoe.server.planning import Ask, encode
+from maxmoe.server.planning import Ask, beside_loop, encode
 from maxmoe.server.service import Service
 
 _KEYS = ("messages", "tools", "reasoning_effort", "thinking", "add_generation_prompt")
@@ -22,13 +22,17 @@ async def tokenize(request: Request, service: Service) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise bad_request("give prompt or messages, one of them", "prompt", "invalid_field")
     if fields.prompt is not None:
-        ids = service.tokenizer.encode(fields.prompt, allow_special=True)
+        ids = await beside_loop(body.num_bytes, _ids_of, service, fields.prompt)
     else:
-        ids = encode(service, chat_of(body.value)).ids
+        ids = (await beside_loop(body.num_bytes, encode, service, chat_of(body.value))).ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_len, "tokens": ids}
     if fields.return_token_strs:
         answer["token_strs"] = [service.tokenizer.decode([token_id]) for token_id in ids]
     return JsonResponse(answer)
+
+
+def _ids_of(service: Service, text: str) -> list[int]:
+    return service.tokenizer.encode(text, allow_special=True)
 
 
 async def detokenize(request: Request, service: Service) -> Response:

@@ -96,7 +96,8 @@ class StubEngine:
         self.metrics = SimpleNamespace(num_preemptions=0)
         self.warmed_up = False
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress) -> None:
+        progress("nothing", 0, 1)
         self.warmed_up = True
 
     @property

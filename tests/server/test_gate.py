@@ -42,6 +42,21 @@ def test_body_that_is_no_request(shared_server, content, code):
     assert 400 <= status < 500 and (code is None or error["code"] == code), error
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"messages": [' + b"{}," * 300_000 + b"{}]}",
+        b'{"messages": [' + b"[]," * 3_000_000 + b"[]]}",
+        b'{"messages": [{"role": "user", "content": [' + b"1," * 3_000_000 + b"1]}]}",
+        b'{"messages": [], "metadata": {' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}",
+    ],
+)
+def test_body_of_very_many_values_is_refused_in_no_time(shared_server, content):
+    began_s = time.perf_counter()
+    assert _post(shared_server, content)[0] == 400
+    assert time.perf_counter() - began_s < 5  # measured: 0.2 to 0.9 s
+
+
 def test_depth_within_the_limit_is_read(shared_server):
     schema = json.loads('{"a":' * 50 + "1" + "}" * 50)
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

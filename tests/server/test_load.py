@@ -102,6 +102,7 @@ def test_full_queue_is_429_with_a_time_to_wait(serve):
     assert statuses.count(b"200") == 5 and statuses.count(b"429") == 4
     assert server.metrics.of("admission_rejection") == [{0: "queue_full"}] * 4
     server.wait_idle()
+    assert len(server.metrics.of("request_started")) == len(server.metrics.of("request_ended")) == 5
     response = server.chat(n=6)
     assert response.status_code == 429 and 1 <= int(response.headers["retry-after"]) <= 120
     assert response.json()["error"]["code"] == "queue_full" and response.json()["error"]["type"] == "rate_limit_error"
