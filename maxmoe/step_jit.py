@@ -6,9 +6,14 @@ from typing import Any
 
 import jax
 
-# On tpu7x the compiler wants 16-bit arrays in tiles of 16 rows, while arguments come in tiles of 8, as on every TPU: it
-# copies whole stacks of weights before the loop over layers, and again in every step.
-COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}}
+COMPILER_OPTIONS = {
+    # The compiler wants 16-bit arrays in tiles of 16 rows, but arguments come in tiles of 8, as on every TPU: in every
+    # step it copies whole stacks of weights before the loop over layers.
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+    # v5p. The gradient of a layer whose tokens are exchanged does not compile otherwise: "Assigned barrier is not
+    # acceptable for opcode: ragged-all-to-all". On the sparse cores that operation takes another barrier.
+    "TPU v5": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
+}
 
 
 class StepJit:
