@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.in_hbm_tpu import in_hbm
 from pallas_kernels.indexer_groups_tpu import insert, ranked, scoring_cost
 from pallas_kernels.tiling import IndexerTopkTpuTiling
 
@@ -44,7 +45,7 @@ def indexer_decode_tpu(q, keys, layer, head_weights, positions, *, tiling: Index
         cost_estimate=scoring_cost(q, keys, programs=batch * num_queries, results=2 * math.prod(out_shape)),
         interpret=False if interpret is None else interpret,
         name="indexer_decode",
-    )(layer, positions, q, keys, head_weights[..., None])
+    )(layer, positions, q, in_hbm(keys), head_weights[..., None])
     return scores.reshape(batch, num_queries, -1), slots.reshape(batch, num_queries, -1)
 
 

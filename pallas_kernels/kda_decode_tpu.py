@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.in_hbm_tpu import in_hbm
 from pallas_kernels.tiling import KDA_DECODE_TPU
 
 _DIM = 128
@@ -128,7 +129,7 @@ def kda_decode_tpu(
         cost_estimate=_cost(tokens, constants, state, conv, gate),
         interpret=False if interpret is None else interpret,
         name="kda_decode_tpu",
-    )(*_windows(slots), tokens, constants, state, conv)
+    )(*_windows(slots), tokens, constants, in_hbm(state), in_hbm(conv))
     return out.reshape(batch, heads * _DIM), state, conv
 
 

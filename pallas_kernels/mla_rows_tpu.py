@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.in_hbm_tpu import in_hbm
 from pallas_kernels.mla_fetch_tpu import BLOCK_KEYS, QUERIES, Fetch, find_rows
 from pallas_kernels.mla_pages_tpu import GROUP_ROWS, GROUP_SHAPE, LANES, SHARED_DIM
 
@@ -24,7 +25,7 @@ HIGH_HALF = -(1 << 16)
 def call_kernel(
     kernel: Callable[..., None],
     fetch: Fetch,
-    in_hbm: tuple[jax.Array, jax.Array],
+    pages: tuple[jax.Array, jax.Array],
     operands: list[jax.Array],
     *,
     out_specs: list[pl.BlockSpec],
@@ -37,7 +38,7 @@ def call_kernel(
     """Runs a kernel that fetches rows: kernel(latent_pages, shared_pages, *operands, *outputs, *scratch).
 
     Args:
-      in_hbm: Latent and shared pages.
+      pages: Latent and shared pages.
       operands: The page table, then arrays [B, T, ...], of which each program gets its window.
       scratch_shapes: What the kernel needs beyond `Fetch.scratch`, which comes first.
       multiplications: For each pair of a head and a fetched row.
@@ -65,7 +66,7 @@ def call_kernel(
             transcendentals=rows * fetch.num_heads,
         ),
         interpret=interpret or False,
-    )(*(pages.reshape(-1, *pages.shape[2:]) for pages in in_hbm), *operands)
+    )(*(in_hbm(part.reshape(-1, *part.shape[2:])) for part in pages), *operands)
 
 
 @dataclasses.dataclass(frozen=True)

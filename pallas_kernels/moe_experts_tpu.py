@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mxfp4_unpack as unpack
+from pallas_kernels.in_hbm_tpu import in_hbm
 from pallas_kernels.moe_ffn_tpu import SUBLANES, ffn_kernel, largest_divisor, scratch
 from pallas_kernels.moe_visits_tpu import plan_visits, rows_of_visits
 from pallas_kernels.tiling import MOE_EXPERTS_GRADIENT_TPU, MOE_EXPERTS_TPU, MoeExpertsTpuTiling
@@ -187,7 +188,10 @@ def _call(how, rows, group_sizes, experts, layer, with_hidden=False):
         *scalars,
         *rows,
         # The compiler keeps [.., out, groups] with the wide axis last: the swap is free, a copy would not be.
-        *(jnp.swapaxes(leaf, -1, -2) if name.endswith("scale") else leaf for name, leaf in experts._asdict().items()),
+        *(
+            in_hbm(jnp.swapaxes(leaf, -1, -2) if name.endswith("scale") else leaf)
+            for name, leaf in experts._asdict().items()
+        ),
     )
     out = (out[0] if cores == 1 else _sum_of_cores(out, jnp.sum(group_sizes), expected_rows, interpret))[:num_rows]
     return (out, *(rows_of_visits(value, visits, num_rows) for value in by_visit)) if with_hidden else out

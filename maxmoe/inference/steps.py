@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmoe.model.cache import Cache, cache_shardings, clear_row, make_cache
 from maxmoe.model.transformer import Transformer
+from maxmoe.step_jit import StepJit
 
 
 def init_cache(
@@ -124,12 +125,12 @@ def _check_ids(model, ids, rank, name, lengths=None):
     return jnp.asarray(ids, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(StepJit, static_argnums=0)
 def _forward(model, params, ids):
     return model.apply({"params": params}, ids)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(StepJit, static_argnums=0)
 def _prefill(model, params, ids, cache, lengths):
     return model.apply({"params": params}, ids, cache, lengths, method="prefill")
 
@@ -142,11 +143,11 @@ def _prefill_row(model, params, ids, cache, length, row):
     return model.apply({"params": params}, ids, cache, length, row, method="prefill_row")
 
 
-_decode = functools.partial(jax.jit, static_argnums=0)(_decode_body)
-_decode_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_decode_body)
-_prefill_row_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill_row)
+_decode = functools.partial(StepJit, static_argnums=0)(_decode_body)
+_decode_donating = functools.partial(StepJit, static_argnums=0, donate_argnums=3)(_decode_body)
+_prefill_row_donating = functools.partial(StepJit, static_argnums=0, donate_argnums=3)(_prefill_row)
 _clear_row_donating = functools.partial(jax.jit, donate_argnums=0)(clear_row)
-_prefill_donating = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)
+_prefill_donating = functools.partial(StepJit, static_argnums=0, donate_argnums=3)(_prefill.__wrapped__)
 
 
 def prefill_in_place(

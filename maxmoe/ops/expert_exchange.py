@@ -5,23 +5,24 @@ width may be split further along `hidden_axes`. What travels is the narrow laten
 never the residual stream. Two forms compute the same sum:
 
   gathered   every device sees all tokens, applies its own experts, and partial sums are added across devices.
-  exchanged  each assignment of a token to an expert is one row, sent to the expert's device and back.
+  exchanged  each assignment of a token to an expert is one row, sent to the expert's device and back; see
+             `exchange_rounds`.
 
-`choose_form` says which is cheaper. Nothing is dropped: buffers hold the worst case. No barrier stands around a
-collective, so work that does not need its result, such as shared experts, can run while it is in flight.
+`choose_form` says which is cheaper. Nothing is dropped. No barrier stands around a collective of the gathered form, so
+work that does not need its result, such as shared experts, can run while it is in flight.
 
 Use `shard_map(..., check_vma=False)`: results that are equal on several devices are not typed as such.
 Source: GShard, arXiv:2006.16668, for the exchange; LatentMoE, `model.md`, for what travels.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from maxmoe.ops import exchange_rounds as rounds
 from maxmoe.ops.experts import weighted_sum
 
 # compute(x [M, D], ids [M, k'], *operands) -> [M, k', D]: outputs of this device's experts 0..E/P-1. An id outside that
@@ -138,14 +139,13 @@ def exchanged(
     summed before they are rounded. Where tokens are replicated over some of these axes, each device takes a share of
     them, and the results are gathered at the end.
 
-    Memory: a device receives into P n min(k, E/P) rows of D, n tokens a device, and computes as many outputs; n counts
-    a share where tokens are replicated over expert axes, and the tokens of all where they are split over hidden axes.
-    A token's ids are distinct, as top-k gives them; where some name experts twice, and rows do not suffice, the
-    results of tokens that found none are NaN.
+    Memory: a device keeps n k rows of D of its own and receives into about 2 n k more, n tokens a device, at a time;
+    n counts a share where tokens are replicated over expert axes, and the tokens of all where they are split over
+    hidden axes. The more uneven the routing, the more rounds there are.
 
     Args: as in `gathered`, and
       ragged: Sends exactly the rows in use, by `ragged_all_to_all`, which TPU and GPU have. Else every pair of devices
-        exchanges the worst case, n min(k, E/P) rows, which runs anywhere.
+        exchanges all rows of a round, in use or not, which runs anywhere.
     Raises: ValueError if the experts do not divide, an axis is in both roles, or shapes do not fit.
     """
     _experts_here(x, ids, weights, num_experts, expert_axes, hidden_axes)
@@ -177,182 +177,17 @@ def _outputs_of_owners(x, ids, compute, operands, num_experts, axes, ragged, hid
     num_devices = _size(axes)
     if num_devices == 1:
         return compute(x, ids, *operands)
-    plan = plan_exchange(ids, num_experts, num_devices)
-    # A row of this small table tells a device how many rows it gets for each of its experts, and where at home
-    # their outputs belong.
-    table = jnp.concatenate([plan.counts, plan.starts[:, None]], axis=1)
-    table = jax.lax.all_to_all(table, axes, 0, 0, tiled=True)
-    counts, starts_at_home = table[:, :-1], table[:, -1]
-    there, back = ragged_offsets(plan, counts, starts_at_home, jax.lax.axis_index(axes))
-
-    packing = pack_tight(plan) if ragged else pack_slots(plan)
-    with jax.named_scope("dispatch"):
-        rows = _rows_of_tokens(x, packing)
-        if ragged:
-            rows = _send_slices(axes, num_devices * plan.capacity, rows, there, back)
-        else:
-            rows = jax.lax.all_to_all(rows, axes, 0, 0, tiled=True)
-    outputs = compute(rows, received_ids(counts, plan.capacity).reshape(-1, 1), *operands)[:, 0]
-    outputs = outputs if hidden_axes else outputs.astype(x.dtype)
-    with jax.named_scope("combine"):
-        if ragged:
-            outputs = _send_slices(axes, ids.size, outputs, back, there)
-        else:
-            outputs = jax.lax.all_to_all(outputs, axes, 0, 0, tiled=True)
-        outputs = _outputs_of_assignments(outputs, packing)
-    overflowed = _names(ids, num_experts) & ~plan.sent
-    return jnp.where(overflowed[..., None], jnp.nan, outputs)
-
-
-class ExchangePlan(NamedTuple):
-    """Who gets which assignment: they are sorted by expert, hence by device, and cut into one piece per device."""
-
-    order: Int[Array, "N*k"]  # assignments n * k + j in the order of their experts, those not sent last
-    position: Int[Array, "N k"]  # where in `order` each assignment stands
-    owner: Int[Array, "N k"]  # the device it goes to
-    rank: Int[Array, "N k"]  # where in that device's piece it stands
-    sent: Bool[Array, "N k"]
-    counts: Int[Array, "P E/P"]  # rows for each expert of each device
-    starts: Int[Array, "P"]  # where in `order` each device's piece begins
-    capacity: int  # rows that a piece may have: N min(k, E/P)
-
-
-class Packing(NamedTuple):
-    """In which row of the sending buffer each assignment travels, and comes back."""
-
-    assignment: Int[Array, "rows"]  # n * k + j of each row; any, for a row not in use
-    used: Bool[Array, "rows"]
-    row: Int[Array, "N k"]  # row of each assignment; 0 for one that is not sent
-    sent: Bool[Array, "N k"]
-
-
-class RaggedSlices(NamedTuple):
-    """The index arguments of `ragged_all_to_all`, one entry per device."""
-
-    input_offsets: Int[Array, "P"]
-    send_sizes: Int[Array, "P"]
-    output_offsets: Int[Array, "P"]  # at the receiver
-    recv_sizes: Int[Array, "P"]
-
-
-def plan_exchange(ids: Int[Array, "N k"], num_experts: int, num_devices: int) -> ExchangePlan:
-    """Plans the sending of one device's assignments; ids outside 0..E-1 are not sent."""
-    num_tokens, top_k = ids.shape
-    experts_here = num_experts // num_devices
-    capacity = num_tokens * min(top_k, experts_here)
-    named = _names(ids, num_experts)
-    flat = jnp.where(named, ids, num_experts).reshape(-1).astype(jnp.int32)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    position = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=jnp.int32)).reshape(ids.shape)
-    counts = jnp.bincount(flat, length=num_experts + 1)[:-1].astype(jnp.int32).reshape(num_devices, experts_here)
-    sizes = counts.sum(axis=1)
-    starts = jnp.cumsum(sizes) - sizes
-    owner = jnp.minimum(flat // experts_here, num_devices - 1).reshape(ids.shape)
-    rank = position - starts[owner]
-    return ExchangePlan(order, position, owner, rank, named & (rank < capacity), counts, starts, capacity)
-
-
-def pack_tight(plan: ExchangePlan) -> Packing:
-    """Pieces one after the other, as long as they are: N k rows."""
-    used = plan.sent.reshape(-1)[plan.order]
-    return Packing(plan.order, used, jnp.where(plan.sent, plan.position, 0), plan.sent)
-
-
-def pack_slots(plan: ExchangePlan) -> Packing:
-    """Each piece at its device's slot of `capacity` rows: P N min(k, E/P) rows."""
-    rank = jnp.arange(plan.capacity, dtype=jnp.int32)
-    used = rank < plan.counts.sum(axis=1, keepdims=True)
-    at = jnp.where(used, plan.starts[:, None] + rank, 0).reshape(-1)
-    row = jnp.where(plan.sent, plan.owner * plan.capacity + plan.rank, 0)
-    return Packing(plan.order[at], used.reshape(-1), row, plan.sent)
-
-
-def received_ids(counts: Int[Array, "P E/P"], capacity: int) -> Int[Array, "P capacity"]:
-    """The local expert of every row received: slots hold rows sorted by expert, then rows not in use, E/P.
-
-    Args:
-      counts: Rows that each device sent for each expert of this one.
-    """
-    ends = jnp.cumsum(counts, axis=1)
-    return (jnp.arange(capacity)[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32)
-
-
-def ragged_offsets(
-    plan: ExchangePlan,
-    counts: Int[Array, "P E/P"],
-    starts_at_home: Int[Array, "P"],
-    device: int | Int[Array, ""],
-) -> tuple[RaggedSlices, RaggedSlices]:
-    """What `ragged_all_to_all` is told on one device, on the way to the experts and on the way home.
-
-    Pieces are packed tight at home, and lie in slots of `capacity` rows where the experts are.
-
-    Args:
-      counts: Rows that each device sends for each expert of this one.
-      starts_at_home: Where in its packed rows each device's piece for this one begins.
-      device: Index of this device along the expert axes: the slot of its rows on every other.
-    """
-    sizes = jnp.minimum(plan.counts.sum(axis=1), plan.capacity)
-    received = jnp.minimum(counts.sum(axis=1), plan.capacity)
-    own_slot = jnp.full_like(sizes, plan.capacity) * jnp.asarray(device, jnp.int32)
-    slots = jnp.arange(sizes.size, dtype=jnp.int32) * plan.capacity
-    there = RaggedSlices(plan.starts, sizes, own_slot, received)
-    return there, RaggedSlices(slots, received, starts_at_home, sizes)
-
-
-# The gradient of each way is the other way, whose slices are known: JAX's own rule would exchange them again.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send_slices(axes, num_rows, rows, there, back):
-    """The rows [num_rows, D] that devices along `axes` sent here, zero where none came; `back` reverses `there`."""
-    into = jnp.zeros((num_rows, rows.shape[1]), rows.dtype)
-    return jax.lax.ragged_all_to_all(rows, into, *there, axis_name=axes)
-
-
-def _send_slices_forward(axes, num_rows, rows, there, back):
-    # The number of rows is kept as the shape of an array without columns.
-    return _send_slices(axes, num_rows, rows, there, back), (rows[:, :0], there, back)
-
-
-def _send_slices_backward(axes, num_rows, kept, gradient):
-    of_rows, there, back = kept
-    return _send_slices(axes, of_rows.shape[0], gradient, back, there), None, None
-
-
-_send_slices.defvjp(_send_slices_forward, _send_slices_backward)
-
-
-# Both gathers below take each row from one place, so that their gradients are gathers too, where autodiff would
-# scatter. The first sums the gradients of a token's rows in float32.
-
-
-@jax.custom_vjp
-def _rows_of_tokens(x, packing):
-    return x[packing.assignment // packing.row.shape[1]]
-
-
-def _rows_of_tokens_backward(packing, gradient):
-    of_assignments = jnp.where(packing.sent[..., None], gradient[packing.row], 0)
-    return of_assignments.sum(axis=1, dtype=jnp.float32).astype(gradient.dtype), None
-
-
-_rows_of_tokens.defvjp(lambda x, packing: (_rows_of_tokens(x, packing), packing), _rows_of_tokens_backward)
-
-
-@jax.custom_vjp
-def _outputs_of_assignments(rows, packing):
-    return rows[packing.row]
-
-
-def _outputs_of_assignments_backward(packing, gradient):
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    return jnp.where(packing.used[:, None], flat[packing.assignment], 0), None
-
-
-_outputs_of_assignments.defvjp(
-    lambda rows, packing: (_outputs_of_assignments(rows, packing), packing), _outputs_of_assignments_backward
-)
+    exchange = rounds.Exchange(
+        compute=compute,
+        axes=axes,
+        window_rows=rounds.window_rows(*ids.shape, num_experts, num_devices),
+        ragged=ragged,
+        dtype=jnp.dtype(jnp.float32 if hidden_axes else x.dtype),
+    )
+    plan = rounds.sort_by_expert(ids, num_experts, num_devices)
+    pieces = rounds.meet(plan, axes, exchange.window_rows)
+    rows = rounds.rows_of_tokens(x, plan)
+    return rounds.outputs_of_assignments(rounds.outputs_of_rows(exchange, rows, pieces, operands), plan)
 
 
 def _experts_here(x, ids, weights, num_experts, expert_axes, hidden_axes):

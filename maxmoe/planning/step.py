@@ -10,6 +10,7 @@ from maxmoe.inference import steps
 from maxmoe.model.transformer import Transformer
 from maxmoe.planning import targets
 from maxmoe.planning.placement import placed_batch, placed_cache, placed_params, placed_rows
+from maxmoe.step_jit import StepJit
 from maxmoe.training.step import Trainer
 
 
@@ -57,4 +58,4 @@ def step_to_compile(
 def compile_on(mesh: Any, step: Step) -> jax.stages.Compiled:
     """Compiles a step for the devices of a mesh."""
     with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(targets.with_device_kind(mesh)):
-        return jax.jit(step.fn, donate_argnums=step.donate_argnums).lower(*step.args).compile()
+        return StepJit(step.fn, donate_argnums=step.donate_argnums).lower(*step.args).compile()

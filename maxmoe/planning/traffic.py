@@ -133,7 +133,7 @@ def _read(program, inside, name):
         for place, operand in enumerate(operands):
             if operand != name:
                 continue
-            if user.opcode in _VIEWS:
+            if _is_view(program, user, place):
                 total += _read(program, inside, user.name) if user is not inside[-1] else _size(user)
             elif user.opcode in _SLICES and place == 0:
                 total += _size(user)
@@ -147,10 +147,24 @@ def _read(program, inside, name):
     return total
 
 
-def _written(program, by_name, made):
-    """Bytes that a fusion writes of one of its results."""
+def _is_view(program, operation, place):
+    """Whether an operation only shows an operand, number `place`, in another way; a fusion may do no more either."""
+    if operation.opcode != "fusion":
+        return operation.opcode in _VIEWS
+    called = program.computations[hlo.called_computations(operation)["calls"]]
+    return _viewed({inner.name: inner for inner in called}, called[-1]) is _parameters(called)[place]
+
+
+def _viewed(by_name, made):
+    """What an operation is a view of."""
     while made.opcode in _VIEWS:
         made = by_name[hlo.operand_names(made)[0]]
+    return made
+
+
+def _written(program, by_name, made):
+    """Bytes that a fusion writes of one of its results."""
+    made = _viewed(by_name, made)
     if made.opcode in _UPDATES:
         return _size(by_name[hlo.operand_names(made)[_UPDATES[made.opcode]]])
     if made.opcode == "fusion":

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmoe import axes
 from maxmoe.model.transformer import Transformer
 from maxmoe.sharding import activation_spec, constrain, current_mesh
+from maxmoe.step_jit import StepJit
 from maxmoe.training.forward import final_hidden, head_weight
 from maxmoe.training.loss import next_token_loss
 from maxmoe.training.masters import (
@@ -248,7 +249,7 @@ def batch_shardings(mesh: Mesh | AbstractMesh, batch: Batch) -> Batch:
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@functools.partial(StepJit, static_argnums=0, donate_argnums=1)
 def _step(trainer, state, batch):
     return trainer.step(state, batch)
 

@@ -21,12 +21,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmoe.ops import expert_exchange
+from maxmoe.ops import exchange_rounds, expert_exchange
 from maxmoe.ops.experts import weighted_sum
 from tests.ops.quick_jit import quick_jit
 
 LATENT, HIDDEN = 5, 6
 FORMS = ("gathered", "padded", "ragged")
+WINDOW_ROWS = 2  # of a piece, so that there are several rounds
 
 
 class Case(NamedTuple):
@@ -158,7 +159,9 @@ def on_mesh(case, form):
         arguments = (x, ids, weights, functools.partial(compute, dtype=jnp.float32 if case.hidden_axes else None))
         if form == "gathered":
             return expert_exchange.gathered(*arguments, case.num_experts, **shared)
-        return expert_exchange.exchanged(*arguments, case.num_experts, ragged=form == "ragged", **shared)
+        whole = exchange_rounds.window_rows
+        with mock.patch.object(exchange_rounds, "window_rows", lambda *sizes: min(WINDOW_ROWS, whole(*sizes))):
+            return expert_exchange.exchanged(*arguments, case.num_experts, ragged=form == "ragged", **shared)
 
     in_specs = (P(tokens), P(tokens), P(tokens), P(split, hidden), P(split, None, hidden))
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P(tokens), check_vma=False)
@@ -211,7 +214,7 @@ def compiled_for_tpu():
     shapes += [((num_tokens, top_k), jnp.float32), ((num_experts,), jnp.bfloat16)]
     placement = NamedSharding(mesh, P("expert"))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=placement) for shape, dtype in shapes]
-    facts = {"receive_bytes": num_tokens * top_k * latent_dim * 2}
+    facts = {"row_bytes": num_tokens // len(devices) * top_k * latent_dim * 2}
     for name, function in (("forward", run), ("gradient", gradient)):
         compiled = jax.jit(function).lower(*arguments).compile()
         # An operation in flight has a start and a done.
