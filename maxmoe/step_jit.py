@@ -26,13 +26,21 @@ class StepJit:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args):
+        kind = _kind_with_options()
         # Only the outermost of nested programs may have options.
-        kind = None if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)) else device_kind()
+        if kind is not None and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            kind = None
         return self._compiled(kind)(*args)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else `jax.jit` gives, such as `lower`, for the devices at hand."""
-        return getattr(self._compiled(device_kind()), name)
+        return getattr(self._compiled(_kind_with_options()), name)
+
+
+def _kind_with_options() -> str | None:
+    """The kind of devices that a call would run on; None for those that need no options."""
+    kind = device_kind()
+    return kind if kind in COMPILER_OPTIONS else None
 
 
 def device_kind() -> str:

@@ -21,6 +21,7 @@ from maxmoe.inference.sampling import INVALID_TOKEN
 from maxmoe.inference.steps import on_mesh_of
 from maxmoe.model.cache import Cache
 from maxmoe.model.transformer import Transformer
+from maxmoe.step_jit import StepJit
 
 
 class Verdict(NamedTuple):
@@ -59,7 +60,7 @@ def verify_in_place(
         return _verify(model, params, window, num_drafted, cache, rows, progress, active)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnames=("cache", "progress"))
+@functools.partial(StepJit, static_argnums=0, donate_argnums=(4, 6))  # cache and progress
 def _verify(model, params, window, num_drafted, cache, rows, progress, active):
     lengths = jnp.where(active, num_drafted + 1, 0)
     logits, read = model.apply({"params": params}, window, cache, lengths, method="read_window")
