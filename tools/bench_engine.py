@@ -174,6 +174,7 @@ def _write(folder, rows):
     ]
     (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n")
     figure = Figure(figsize=(10, 4), layout="constrained")
+    rates = list(dict.fromkeys(rate for _, _, rate in rows))  # side by side, for `inf` has no place on a scale
     for axes, name, title in zip(
         figure.subplots(1, 2),
         ("first_token_s", "per_token_s"),
@@ -181,9 +182,9 @@ def _write(folder, rows):
         strict=True,
     ):
         for served_by, mix in dict.fromkeys((name, mix) for name, mix, _ in rows):
-            points = [(rate, row[name]) for (by, of, rate), row in rows.items() if (by, of) == (served_by, mix)]
+            points = [(rates.index(r), row[name]) for (by, of, r), row in rows.items() if (by, of) == (served_by, mix)]
             axes.plot(*zip(*points, strict=True), marker="o", label=f"{mix}, {served_by}")
-        axes.set(title=title, xlabel="requests per second", ylim=(0, None))
+        axes.set(title=title, xlabel="requests per second", ylim=(0, None), xticks=range(len(rates)), xticklabels=rates)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(folder / "plot.png", dpi=120)
 
