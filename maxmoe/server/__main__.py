@@ -65,6 +65,12 @@ def _define_flags() -> None:
         None,
         f"File with API keys, one a line; more may be in ${_KEYS_VARIABLE}. Without, none is asked.",
     )
+    flags.DEFINE_list(
+        "allowed_hosts",
+        [],
+        "Names besides localhost under which a server of this machine alone and without API keys may be asked, such as "
+        "that of a proxy before it.",
+    )
     flags.DEFINE_integer("requests_per_minute", None, "Of each API key. Default: no limit.", lower_bound=1)
     flags.DEFINE_enum(
         "history",
@@ -189,8 +195,16 @@ def run(service: Service, keys: Keys) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     request_log.LOGGER.addHandler(handler)
+    is_private = values.host in _LOOPBACK and not keys.are_required
+    served = make_app(
+        service,
+        keys=keys,
+        requests_per_minute=values.requests_per_minute,
+        allowed_hosts=frozenset((*_LOOPBACK, *map(str.lower, values.allowed_hosts))) if is_private else None,
+        extra_routes=routes(),
+    )
     config = uvicorn.Config(
-        make_app(service, keys=keys, requests_per_minute=values.requests_per_minute, extra_routes=routes()),
+        served,
         http=PunctualProtocol,
         host=values.host,
         port=values.port,

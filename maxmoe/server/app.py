@@ -29,6 +29,7 @@ def make_app(
     *,
     keys: Keys | None = None,
     requests_per_minute: int | None = None,
+    allowed_hosts: frozenset[str] | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
     """The server of one engine, whose thread begins and ends with the application's lifespan.
@@ -36,6 +37,7 @@ def make_app(
     Args:
       keys: Who may ask; None for everybody.
       requests_per_minute: Of each key; None for no limit.
+      allowed_hosts: See `Gate`.
       extra_routes: Of pages beside the interface, such as a chat page at /.
     """
 
@@ -73,7 +75,7 @@ def make_app(
 
     router = Router(routes, redirect_slashes=False, lifespan=lifespan)
     rates = None if requests_per_minute is None else RateLimiter(requests_per_minute)
-    return Gate(router, keys or Keys(), rates, service.metrics)
+    return Gate(router, service.metrics, keys or Keys(), rates, allowed_hosts)
 
 
 async def _models(request: Request, service: Service) -> Response:

@@ -29,9 +29,23 @@ class Gate:
     Each request's scope gets a `state` with its `caller`, see `Keys.caller`, and its `log`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, rates: RateLimiter | None, metrics: Metrics):
-        """Guards `app`; without `rates` there is no limit to them."""
-        self._app, self._keys, self._rates, self._metrics = app, keys, rates, metrics
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        keys: Keys,
+        rates: RateLimiter | None = None,
+        allowed_hosts: frozenset[str] | None = None,
+    ):
+        """Guards an application.
+
+        Args:
+          rates: None for no limit to them.
+          allowed_hosts: Names under which the server may be asked; None for any. Where no key is asked for, this keeps
+            out pages of other sites, whose names can be made to lead to this machine.
+        """
+        self._app, self._metrics, self._keys, self._rates = app, metrics, keys, rates
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -51,6 +65,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_host(headers)
             caller = self._keys.caller(headers) if path.startswith(_GUARDED) else ""
             log.add(key=caller or None)
             if self._rates is not None and path.startswith(_GUARDED):
@@ -80,6 +95,17 @@ class Gate:
             raise
         finally:
             log.write(status)
+
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if self._allowed_hosts is not None and name.lower() not in self._allowed_hosts:
+            raise ApiError(
+                403,
+                f"this server is asked as {name!r:.80} and answers as {', '.join(sorted(self._allowed_hosts))} alone: "
+                "start it with --allowed_hosts, or with API keys",
+                code="host_not_allowed",
+            )
 
 
 def error_response(error: ApiError, path: str) -> Response:

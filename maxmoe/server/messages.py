@@ -71,7 +71,7 @@ class AnthropicToolChoice(Fields):
 class AnthropicThinking(Fields):
     """Whether to think, and at most how many tokens."""
 
-    type: Literal["enabled", "disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Count | None = None
 
 
@@ -158,7 +158,7 @@ def _chat_of(fields: CountFields, body: dict[str, Any]) -> tuple[dict[str, Any],
         named = {"type": "function", "function": {"name": choice.name}}
         chat["tool_choice"] = named if choice.type == "tool" else _TOOL_CHOICES[choice.type]
     if fields.thinking is not None:
-        chat["thinking"] = {"type": fields.thinking.type}
+        chat["thinking"] = {"type": "disabled" if fields.thinking.type == "disabled" else "enabled"}
     if fields.reasoning_effort is not None:
         chat["reasoning_effort"] = fields.reasoning_effort
     return chat, paths

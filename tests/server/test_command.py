@@ -72,6 +72,12 @@ def _stream_until_signal(client, process, max_tokens: int) -> str:
         return text + "".join(pieces)
 
 
+def test_page_of_another_site_is_kept_out(stand_in):
+    client, _ = stand_in
+    assert client.get("/v1/models").status_code == 200
+    assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
 def test_sigterm_lets_answers_end(stand_in):
     client, process = stand_in
     text = _stream_until_signal(client, process, max_tokens=40)

@@ -225,7 +225,7 @@ def test_mutated_requests(server):
 
 @pytest.mark.slow
 def test_many_mutated_requests(server):
-    count = int(os.environ.get("MAXMOE_FUZZ_REQUESTS", "2000"))
+    count = int(os.environ.get("MAXMOE_FUZZ_REQUESTS", "10000"))
     statuses = _post_mutated(server, seed=2, count=count)
     assert sum(statuses.values()) == count
 

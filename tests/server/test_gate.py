@@ -127,6 +127,22 @@ def test_keys_of_file_and_variable(tmp_path):
         Keys(["short"])
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("LocalHost", 200),
+        ("evil.example", 403),
+        ("[", 403),
+    ],
+)
+def test_name_of_another_site_is_refused(serve, host, status):
+    server = serve(app_settings={"allowed_hosts": frozenset({"localhost", "127.0.0.1", "::1"})})
+    assert server.client.get("/v1/models", headers={"host": host}).status_code == status
+
+
 def test_rate_of_each_key_is_limited(serve):
     other = _KEY[::-1]
     server = serve(app_settings={"keys": Keys([_KEY, other]), "requests_per_minute": 3})
