@@ -134,15 +134,17 @@ def _call(how, transposed, x, packed, scale, out_dtype):
         return (k if num_columns > unpack.MAX_COLUMNS else 0), n
 
     at_a_time = _largest_divisor(bn, tiling.at_a_time, unpack.LANES)
+    width = _largest_divisor(bk, tiling.width, unpack.PAIR)
     kernel = functools.partial(
         _kernel,
         method=method,
         transposed=transposed,
         whole_scales=num_columns <= unpack.MAX_COLUMNS,
         at_a_time=at_a_time,
+        width=width,
         unrolled=tiling.unrolled,
     )
-    unpacked = pltpu.VMEM((bk, at_a_time) if method == "float4" else (at_a_time, bk), jnp.bfloat16)
+    unpacked = pltpu.VMEM((width, at_a_time) if method == "float4" else (at_a_time, width), jnp.bfloat16)
     written = jax.ShapeDtypeStruct((x.shape[0], num_columns if transposed else num_outputs), out_dtype)
     out = pl.pallas_call(
         kernel,
@@ -176,7 +178,9 @@ def _largest_divisor(size, most, unit):
     return max(width for width in range(unit, max(most, unit) + 1, unit) if size % width == 0)
 
 
-def _kernel(x, packed, scale, out, total, prepared, *buffers, method, transposed, whole_scales, at_a_time, unrolled):
+def _kernel(
+    x, packed, scale, out, total, prepared, *buffers, method, transposed, whole_scales, at_a_time, width, unrolled
+):
     step = pl.program_id(2)
     column_block = pl.program_id(1) if transposed else step
 
@@ -197,15 +201,18 @@ def _kernel(x, packed, scale, out, total, prepared, *buffers, method, transposed
     def multiply(i):
         at = i * at_a_time if unrolled else pl.multiple_of(i * at_a_time, at_a_time)
         outputs = pl.ds(at, at_a_time)
-        weight = unpack.dequantised(method, packed[outputs, :], prepared, first_group, at)
-        if buffers:
-            buffer = buffers[i % len(buffers)]
-            buffer[...] = weight
-            weight = buffer[...]
-        if transposed:
-            total[...] += unpack.times_transpose(method, x[:, outputs], weight)
-        else:
-            total[:, outputs] += unpack.times_weight(method, x[...], weight)
+        for column in range(0, 2 * packed.shape[1], width):
+            columns, half = slice(column, column + width), slice(column // 2, (column + width) // 2)
+            group = first_group + column // unpack.GROUP
+            weight = unpack.dequantised(method, packed[outputs, half], prepared, group, at)
+            if buffers:
+                buffer = buffers[i % len(buffers)]
+                buffer[...] = weight
+                weight = buffer[...]
+            if transposed:
+                total[:, columns] += unpack.times_transpose(method, x[:, outputs], weight)
+            else:
+                total[:, outputs] += unpack.times_weight(method, x[:, columns], weight)
 
     turns = packed.shape[0] // at_a_time
     if unrolled:
