@@ -221,13 +221,12 @@ class Rows:
         kind = self.kinds[query, :, pl.ds(pl.multiple_of(block * BLOCK_KEYS, BLOCK_KEYS), BLOCK_KEYS)]
         self.keep_own_shared(slot, kind)
         yield
-        out = jnp.zeros((self.fetch.num_heads, BLOCK_KEYS), jnp.float32)
+        out = dot(self.q_twice[query], self.own[...], "hr,kr->hk")  # last, it would take more registers than there are
+        yield
         for i in range(self.fetch.chunks):
             line = q[(*self.fetch.locate(query), slice(None), pl.ds(i * LANES, LANES))]
             out += dot(line, self.latent_line(slot, i), "hr,kr->hk")
             yield
-        out += dot(self.q_twice[query], self.own[...], "hr,kr->hk")
-        yield
         return out, kind
 
 
