@@ -73,6 +73,7 @@ class Engine:
         max_waiting: int = MAX_WAITING,
         max_running_tokens: int | None = None,
         prefix_cache_bytes: int = 0,
+        host_prefix_cache_bytes: int = 0,
         detokenizer: MakeDetokenizer | None = None,
         thinking: ThinkingMarkers | None = None,
         grammars: Grammars | None = None,
@@ -91,6 +92,7 @@ class Engine:
           max_running_tokens: That the running ones of them may come to hold together; None for as many as fit.
           prefix_cache_bytes: Of device memory, beside the cache of the slots, that states of submitted prompts are
             kept in, so that a prompt that begins like an earlier one is read from there on; 0 keeps none.
+          host_prefix_cache_bytes: Of the host's memory, for what must leave those.
           detokenizer: Makes the text of each answer, such as `lambda: StreamDecoder(tokenizer)`; None makes no text,
             and allows no stop strings.
           thinking: Markers between which the model thinks; None counts no thinking, and allows no budget for it.
@@ -116,6 +118,11 @@ class Engine:
         self.batch_sizes = _growing(1, max_batch, 2)
         self.cache_lens = _growing(MIN_CACHE_LEN, self.max_len, 2)
         self.prefill_widths = _growing(MIN_PREFILL_WIDTH, prefill_chunk, 4)  # each takes long to compile
+        if host_prefix_cache_bytes < 0 or (host_prefix_cache_bytes and not prefix_cache_bytes):
+            raise ValueError(
+                f"Engine: host_prefix_cache_bytes={host_prefix_cache_bytes} must be at least 0, and needs "
+                f"prefix_cache_bytes, which is {prefix_cache_bytes}"
+            )
         if prefix_cache_bytes < 0 or (prefix_cache_bytes and prefill_chunk % GROUP_ROWS):
             raise ValueError(
                 f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
@@ -129,7 +136,9 @@ class Engine:
             )
         self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
         self.max_waiting, self.max_running_tokens = max_waiting, max_running_tokens
-        self.prefixes = PrefixCache(prefill_chunk, prefix_cache_bytes) if prefix_cache_bytes else None
+        self.prefixes = (
+            PrefixCache(prefill_chunk, prefix_cache_bytes, host_prefix_cache_bytes) if prefix_cache_bytes else None
+        )
 
     # ---- Requests as they come --------------------------------------------------------------------------------------
 

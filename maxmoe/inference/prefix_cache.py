@@ -3,14 +3,17 @@
 A prefix can be taken up where latent rows and index keys of all its tokens are kept, and KDA and conv state after its
 last one. Rows are kept by blocks, each a node of the tree; state is kept at the end of blocks, and where a prompt ended
 within one. Nodes are found by their tokens, not by a hash of them, below a root per salt: what one salt has brought in
-is never found with another. State is what is evicted, the least recently used first; rows go when no state below
-them is left, for without one they cannot be taken up. Arrays are never written again, so that a match stays whole
-whatever is evicted after it.
+is never found with another. Arrays are never written again, so that a match stays whole whatever is evicted after it.
+
+State is what is evicted, the least recently used first: from the device to the host's memory, and from there for good.
+Rows follow: to the host when no state at or below them is left on the device, away when none is left at all, for
+without one they cannot be taken up.
 """
 
 import collections
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -41,14 +44,19 @@ class PrefixStats:
 
     Attributes:
       num_queried_tokens, num_hit_tokens: Of prompts that were looked up, and of those found.
-      num_bytes: Held now; num_states: snapshots of KDA and conv state among it.
-      num_evictions: Snapshots let go.
+      num_host_hit_tokens: Of those found, how many with a state from the host's memory.
+      num_bytes: Held on the device now; num_states: snapshots of KDA and conv state among it.
+      num_host_bytes, num_host_states: The same in the host's memory.
+      num_evictions: Snapshots that have left the device, for the host or for good.
     """
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
     num_bytes: int = 0
     num_states: int = 0
+    num_host_bytes: int = 0
+    num_host_states: int = 0
     num_evictions: int = 0
 
     @property
@@ -59,24 +67,63 @@ class PrefixStats:
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """The tokens of one block, or of its beginning where a prompt ended there."""
+    """The tokens of one block, or of its beginning where a prompt ended there.
+
+    Attributes:
+      state: After the last of them; None where it is not kept.
+      num_on_device: States on the device, here and below.
+    """
 
     parent: "_Node | None"
     tokens: bytes
-    rows: tuple = ()
-    state: tuple | None = None  # None where it is not kept
+    rows: "tuple | _OnHost" = ()
+    state: "tuple | _OnHost | None" = None
     children: dict[bytes, "_Node"] = dataclasses.field(default_factory=dict)
+    num_on_device: int = 0
+
+    def path(self) -> "Iterator[_Node]":
+        """From here up to the child of the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class _OnHost:
+    """Arrays in the host's memory, which `bring_back` lays where they were."""
+
+    def __init__(self, arrays: tuple):
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
+        self._arrays = jax.device_get(arrays)
+        self.num_bytes = _num_bytes(self._arrays)
+
+    def bring_back(self) -> tuple:
+        """The same arrays on the device."""
+
+        def put(array, sharding):
+            # Given its own device, an array would be tied to it, and meet no program that was compiled before.
+            tied = not isinstance(sharding, jax.sharding.SingleDeviceSharding)
+            return jax.device_put(array, sharding if tied else None)
+
+        return jax.tree.map(put, self._arrays, self._shardings)
 
 
 class PrefixCache:
     """Keeps the state of prefixes up to a number of bytes."""
 
-    def __init__(self, block: int, max_bytes: int):
-        """Empty. `block` is in tokens; prefills must stop at each multiple of it."""
-        self.block, self.max_bytes = block, max_bytes
+    def __init__(self, block: int, max_bytes: int, max_host_bytes: int = 0):
+        """Empty.
+
+        Args:
+          block: In tokens; prefills must stop at each multiple of it.
+          max_bytes: On the device.
+          max_host_bytes: In the host's memory, for what has to leave the device.
+        """
+        self.block, self.max_bytes, self.max_host_bytes = block, max_bytes, max_host_bytes
         self.stats = PrefixStats()
         self._roots: dict[str, _Node] = {}
         self._states: collections.OrderedDict[_Node, None] = collections.OrderedDict()  # least recently used first
+        self._host_states: collections.OrderedDict[_Node, None] = collections.OrderedDict()  # likewise
 
     def match(self, salt: str, prompt: Int[np.ndarray, "T"]) -> Match:
         """Finds the longest prefix whose state is kept, short of the last token, whose logits must be computed."""
@@ -95,12 +142,13 @@ class PrefixCache:
         if best is None:
             return Match(0)
         self.stats.num_hit_tokens += found
-        self._states.move_to_end(best)
-        state, blocks = best.state, []
-        while best.parent is not None:
-            blocks.append(best.rows)
-            best = best.parent
-        return Match(found, tuple(reversed(blocks)), state)
+        if best in self._host_states:
+            self.stats.num_host_hit_tokens += found
+            self._host_states.move_to_end(best)
+        else:
+            self._states.move_to_end(best)
+        blocks = [node.rows for node in best.path()]
+        return Match(found, tuple(reversed(blocks)), best.state)
 
     def insert(self, salt: str, prefix: Int[np.ndarray, "T"], cache: Cache, slot: int) -> None:
         """Keeps the state of a slot that holds exactly `prefix`: at a multiple of the block, or at a prompt's end.
@@ -121,39 +169,88 @@ class PrefixCache:
             child = node.children[key] = _Node(node, key, _read_rows(cache, slot, start, self.block))
             self.stats.num_bytes += _num_bytes(child.rows)
             self._roots[salt] = root
-        if child.state is None:
+        if child not in self._states:
+            self._let_go_of_host_state(child)
             child.state = _read_state(cache, slot)
             self.stats.num_bytes += _num_bytes(child.state)
             self.stats.num_states += 1
+            for above in child.path():
+                above.num_on_device += 1
         self._states[child] = None
         self._states.move_to_end(child)
-        while self.stats.num_bytes > self.max_bytes:
-            self._evict()
+        self._shrink()
 
     def restore(self, match: Match, cache: Cache, slot: int) -> Cache:
         """The batch with a matched prefix in one slot; `cache` is used up."""
         for number, rows in enumerate(match.blocks):
-            cache = _write_rows(cache, rows, np.int32(slot), np.int32(number * self.block))
-        return _write_state(cache, match.state, np.int32(slot), np.int32(match.num_tokens))
+            cache = _write_rows(cache, _on_device(rows), np.int32(slot), np.int32(number * self.block))
+        return _write_state(cache, _on_device(match.state), np.int32(slot), np.int32(match.num_tokens))
 
     def clear(self) -> None:
         """Lets everything go, and counts from zero."""
         while self._states:
-            self._evict()
+            self._evict(self._states.popitem(last=False)[0], to_host=False)
+        while self._host_states:
+            self._drop(next(iter(self._host_states)))
         self.stats = PrefixStats()
 
-    def _evict(self) -> None:
-        node, _ = self._states.popitem(last=False)
+    def _shrink(self) -> None:
+        """Moves and drops what is beyond the limits."""
+        while self.stats.num_bytes > self.max_bytes:
+            self._evict(self._states.popitem(last=False)[0], to_host=self.max_host_bytes > 0)
+        while self.stats.num_host_bytes > self.max_host_bytes:
+            self._drop(next(iter(self._host_states)))
+
+    def _evict(self, node: _Node, *, to_host: bool) -> None:
+        """Takes a node's state off the device, and the rows that no state there needs any more."""
         self.stats.num_bytes -= _num_bytes(node.state)
         self.stats.num_states -= 1
         self.stats.num_evictions += 1
-        node.state = None
+        node.state = _OnHost(node.state) if to_host else None
+        if to_host:
+            self._host_states[node] = None
+            self.stats.num_host_states += 1
+            self.stats.num_host_bytes += node.state.num_bytes
+        for above in node.path():
+            above.num_on_device -= 1
+        self._prune(node)
+        for above in node.path():
+            if (
+                above.num_on_device == 0
+                and not isinstance(above.rows, _OnHost)
+                and above.tokens in above.parent.children
+            ):
+                self.stats.num_bytes -= _num_bytes(above.rows)
+                above.rows = _OnHost(above.rows)
+                self.stats.num_host_bytes += above.rows.num_bytes
+
+    def _drop(self, node: _Node) -> None:
+        """Lets a state in the host's memory go, and the rows that no state needs any more."""
+        self._let_go_of_host_state(node)
+        self._prune(node)
+
+    def _let_go_of_host_state(self, node: _Node) -> None:
+        if node in self._host_states:
+            del self._host_states[node]
+            self.stats.num_host_bytes -= node.state.num_bytes
+            self.stats.num_host_states -= 1
+            node.state = None
+
+    def _prune(self, node: _Node) -> None:
+        """Takes out nodes that lead to no state, from here up."""
         while node.parent is not None and not node.children and node.state is None:
-            self.stats.num_bytes -= _num_bytes(node.rows)
+            if isinstance(node.rows, _OnHost):
+                self.stats.num_host_bytes -= node.rows.num_bytes
+            else:
+                self.stats.num_bytes -= _num_bytes(node.rows)
             del node.parent.children[node.tokens]
             node = node.parent
         if node.parent is None and not node.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+
+
+def _on_device(arrays: tuple | _OnHost) -> tuple:
+    return arrays.bring_back() if isinstance(arrays, _OnHost) else arrays
 
 
 def _num_bytes(arrays) -> int:

@@ -60,6 +60,9 @@ def _define_flags() -> None:
     flags.DEFINE_float(
         "prefix_cache_gib", 0.0, "Device memory for beginnings of prompts that come again, in GiB.", lower_bound=0.0
     )
+    flags.DEFINE_float(
+        "host_prefix_cache_gib", 0.0, "Host memory for those that must leave it, in GiB.", lower_bound=0.0
+    )
     flags.DEFINE_string(
         "api_keys_file",
         None,
@@ -154,6 +157,7 @@ def _make_service(folder: str | Path) -> Service:
         max_len=values.max_len,
         max_waiting=values.max_waiting + values.max_batch,  # the server itself refuses more than this
         prefix_cache_bytes=int(values.prefix_cache_gib * 2**30),
+        host_prefix_cache_bytes=int(values.host_prefix_cache_gib * 2**30),
         grammars=_grammars(tokenizer, config.eos_id),
         thinking=conversation.thinking_markers(tokenizer) if conversation.has_markers(tokenizer) else None,
         **model_flags.drafts_from_flags(),

@@ -68,8 +68,8 @@ def test_rows_without_a_state_are_no_hit(engine):
     _run(engine, A)
     prefixes = engine.prefixes
     oldest = next(iter(prefixes._states))
-    prefixes._states.move_to_end(oldest, last=False)
-    prefixes._evict()
+    del prefixes._states[oldest]
+    prefixes._evict(oldest, to_host=False)
     assert oldest.state is None and oldest.rows
     request = _run(engine, B)
     assert request.num_cached == 0 and request.steps == _cold(tuple(B))

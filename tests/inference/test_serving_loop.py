@@ -368,6 +368,34 @@ def test_a_small_prefix_cache_lets_the_oldest_go_and_changes_no_answer():
     assert small.prefixes.stats.num_bytes == 0 and small.prefixes._roots == {}
 
 
+def test_prefixes_come_back_from_the_hosts_memory_bit_for_bit_and_compile_nothing():
+    """All that is kept is moved off the device before the prompt comes again."""
+    whole = _engine()
+    sizes = {"max_batch": SLOTS, "max_len": MAX_LEN, "prefill_chunk": CHUNK}
+    engine = Engine(whole.model, whole.params, **sizes, prefix_cache_bytes=2**20, host_prefix_cache_bytes=2**20)
+    engine.warm_up()
+    cold = _serve([(LONG, GREEDY)])[0]
+    _answer(LONG, engine=engine)
+    stats, prefixes = engine.prefixes.stats, engine.prefixes
+    held = stats.num_bytes
+    prefixes.max_bytes = 0
+    prefixes._shrink()
+    prefixes.max_bytes = 2**20
+    assert (stats.num_bytes, stats.num_states) == (0, 0)
+    assert (stats.num_host_bytes, stats.num_host_states) == (held, 5)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    warm = _answer(LONG, engine=engine)
+    assert warm.num_cached == stats.num_host_hit_tokens == 64 and warm.steps == cold.steps and compiled == []
+    prefixes.max_host_bytes = held // 2
+    prefixes._shrink()
+    assert 0 < stats.num_host_bytes <= held // 2
+    prefixes.clear()
+    assert prefixes._roots == {} and prefixes.stats.num_host_bytes == 0
+
+
 def test_a_prefix_cache_is_warmed_up_too():
     engine = _prefix_engine()
     engine.warm_up()
@@ -385,5 +413,7 @@ def test_engine_refuses_prefix_sizes_that_mean_nothing():
     engine = _engine()
     with pytest.raises(ValueError, match="prefix_cache_bytes=-1"):
         Engine(engine.model, engine.params, prefix_cache_bytes=-1)
+    with pytest.raises(ValueError, match="host_prefix_cache_bytes=1 must be at least 0, and needs prefix_cache_bytes"):
+        Engine(engine.model, engine.params, host_prefix_cache_bytes=1)
     with pytest.raises(ValueError, match="prefill_chunk=30 must be a multiple of 4"):
         Engine(engine.model, engine.params, prefix_cache_bytes=1, prefill_chunk=30)

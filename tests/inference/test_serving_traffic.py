@@ -13,7 +13,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from maxmoe.inference.engine import Engine
-from maxmoe.inference.prefix_cache import _num_bytes
+from maxmoe.inference.prefix_cache import _num_bytes, _OnHost
 from tests.inference import test_serving_drafts as drafts
 from tests.inference import test_serving_loop as plain
 
@@ -29,6 +29,7 @@ def _engine():
         whole.params,
         **sizes,
         prefix_cache_bytes=60_000,  # a few states
+        host_prefix_cache_bytes=40_000,
         drafter=drafts._Sometimes,
         num_draft_tokens=drafts.NUM_DRAFT,
     )
@@ -45,13 +46,17 @@ def _alone(prompt, params):
 
 
 def _held_bytes(prefixes):
-    """What lies in the tree."""
-    todo, total = list(prefixes._roots.values()), 0
+    """What lies in the tree, on the device and in the host's memory."""
+    todo, device, host = list(prefixes._roots.values()), 0, 0
     while todo:
         node = todo.pop()
         todo += node.children.values()
-        total += _num_bytes(node.rows) + _num_bytes(node.state or ())
-    return total
+        for arrays in (node.rows, node.state or ()):
+            if isinstance(arrays, _OnHost):
+                host += arrays.num_bytes
+            else:
+                device += _num_bytes(arrays)
+    return device, host
 
 
 class _Traffic(stateful.RuleBasedStateMachine):
@@ -97,8 +102,11 @@ class _Traffic(stateful.RuleBasedStateMachine):
 
     @stateful.rule(count=st.integers(1, 3))
     def evict(self, count):
-        for _ in range(min(count, len(_engine().prefixes._states))):
-            _engine().prefixes._evict()
+        """From the device, as when others need the room; what then does not fit into the host's memory goes."""
+        prefixes = _engine().prefixes
+        limit, prefixes.max_bytes = prefixes.max_bytes, prefixes.stats.num_bytes // (count + 1)
+        prefixes._shrink()
+        prefixes.max_bytes = limit
 
     @stateful.rule(job=st.sampled_from([1, 4]), count=st.integers(1, 4))
     def save_and_resume(self, job, count):
@@ -116,7 +124,9 @@ class _Traffic(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def nothing_leaks(self):
         engine = _engine()
-        assert engine.prefixes.stats.num_bytes == _held_bytes(engine.prefixes) <= engine.prefixes.max_bytes
+        prefixes, stats = engine.prefixes, engine.prefixes.stats
+        assert (stats.num_bytes, stats.num_host_bytes) == _held_bytes(prefixes)
+        assert stats.num_bytes <= prefixes.max_bytes and stats.num_host_bytes <= prefixes.max_host_bytes
         holding = {request.slot: request for _, _, request in self.requests if request.slot is not None}
         assert holding == engine._serving.scheduler.running
 
