@@ -84,29 +84,58 @@ def _call(grammar: "_Grammar", number: int, tool: Mapping[str, Any]) -> str:
 
 
 def _argument(grammar: "_Grammar", key: str, schema: Any, parameters: Mapping[str, Any]) -> str:
-    """One argument: its type stands in the tag, and decides how the value is written."""
+    """One argument: its type stands in the tag, and decides how the value is written.
+
+    A schema that says neither `type` nor `enum` nor `const`, such as a reference, allows any value.
+    """
     schema = schema if isinstance(schema, Mapping) else {}
+    fixed = _fixed_values(schema)
     kind = schema.get("type")
-    kinds = list(_TYPES) if kind is None else kind if isinstance(kind, list) else [kind]
+    if kind is None:
+        kinds = list(_TYPES) if fixed is None else [_type_of(value) for value in fixed]
+    else:
+        kinds = kind if isinstance(kind, list) else [kind]
     if unknown := [name for name in kinds if not isinstance(name, str) or name not in _TYPES]:
         raise RequestError(f"argument {key!r:.80} has the type {unknown[0]!r:.80}; types are {', '.join(_TYPES)}")
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     forms = []
     for name in dict.fromkeys(_TYPES[name] for name in kinds):
+        values = None if fixed is None else [value for value in fixed if _type_of(value) == name]
+        if values == []:
+            continue
         if name == "string":
-            value = _string(schema)
+            value = _string(schema, values)
+        elif values is not None:
+            value = grammar.json({"enum": values}, key)
         else:
-            value = grammar.json({**shared, **schema} if kind == name or kind == "integer" else {"type": name}, key)
+            value = grammar.json({**shared, **schema} if kind in (name, "integer") else {"type": name}, key)
         tag = grammar.tag(open_tag("argument", {"key": key, "type": name}))
         forms.append(f"{tag} {value} {grammar.tag(close_tag('argument'))}")
+    if not forms:
+        raise RequestError(f"argument {key!r:.80} allows no value: its type and its enum contradict each other")
     return " | ".join(forms)
 
 
-def _string(schema: Mapping[str, Any]) -> str:
-    """Raw text, as strings are written in calls; of a bounded length, or one of a few, where the schema says so."""
-    fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(fixed, list) and all(isinstance(text, str) for text in fixed):
-        return "(" + " | ".join(json.dumps(text) for text in fixed) + ")"
+def _fixed_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The few values that a schema allows; None where it does not list them."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _type_of(value: Any) -> str:
+    """As the encoding of calls names it."""
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    names = {str: "string", int: "number", float: "number", dict: "object"}
+    return names.get(type(value), "array")
+
+
+def _string(schema: Mapping[str, Any], values: list[str] | None) -> str:
+    """Raw text, as strings are written in calls; one of a few, or of a bounded length, where the schema says so."""
+    if values is not None:
+        return "(" + " | ".join(json.dumps(text) for text in values) + ")"
     longest = schema.get("maxLength")
     if isinstance(longest, int) and 0 <= longest <= _MAX_COUNTED_CHARS:
         return f"/(?s:.{{0,{longest}}})/"

@@ -148,6 +148,25 @@ def test_arguments_of_several_types_and_bounded_strings():
         assert _fits(request, {"content": "", "tool_calls": _calls(("f", {"s": text}))}) == fits, text
 
 
+@needs_llguidance
+def test_values_that_are_listed_need_no_type():
+    properties = {"v": {"enum": ["a", 2, None]}, "c": {"const": True}, "i": {"type": "integer", "enum": [1, 3]}}
+    request = {"tools": [_tool("f", properties)], "tool_choice": "required"}
+    for arguments, fits in (
+        ({"v": "a"}, True),
+        ({"v": 2}, True),
+        ({"v": None}, True),
+        ({"v": "b"}, False),
+        ({"v": 3}, False),
+        ({"v": True}, False),
+        ({"c": True}, True),
+        ({"c": False}, False),
+        ({"i": 3}, True),
+        ({"i": 2}, False),
+    ):
+        assert _fits(request, {"content": "", "tool_calls": _calls(("f", arguments))}) == fits, arguments
+
+
 def test_nothing_to_match():
     plain = _tool("f", {"a": {"type": "string"}})
     partial = [*ASK, {"role": "assistant", "content": '{"x"', "partial": True}]
@@ -167,6 +186,9 @@ def test_schemas_that_cannot_be_read_are_refused():
     request = {"messages": ASK, "tools": [_tool("f", {"a": {}}, required=(), strict=True)]}
     request["tools"][0]["function"]["parameters"]["required"] = 5
     with pytest.raises(chat.RequestError, match="required of tool 'f' must be a list"):
+        answer_grammar(request, TOKENIZER)
+    request = {"messages": ASK, "tools": [_tool("f", {"a": {"type": "string", "enum": [1]}}, strict=True)]}
+    with pytest.raises(chat.RequestError, match="allows no value: its type and its enum contradict"):
         answer_grammar(request, TOKENIZER)
     with pytest.raises(chat.RequestError, match="schema of response_format must be an object"):
         answer_grammar({"messages": ASK, **_format([1])}, TOKENIZER)
