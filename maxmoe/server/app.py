@@ -95,6 +95,7 @@ def _card(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "maxmoe",
         "max_model_len": service.max_len,
+        "capabilities": {"vision": False},
     }
 
 
@@ -119,6 +120,7 @@ async def _metrics(request: Request, service: Service) -> Response:
         running=load.num_running,
         waiting=load.num_waiting,
         cache_usage=load.usage,
+        cache_fragmentation=load.fragmentation,
         prefix_queries=load.num_queried_tokens,
         prefix_hits=load.num_hit_tokens,
         preemptions=load.num_preemptions,

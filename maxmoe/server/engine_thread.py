@@ -43,6 +43,7 @@ class Load:
     Attributes:
       num_running, num_waiting: Requests.
       usage: The share of the engine's tokens that running requests have set aside.
+      fragmentation: The share of the slots of running requests that none of them has set aside; 0 without any.
       num_queried_tokens, num_hit_tokens: Of prompts that the prefix cache was asked for, and of those found.
       num_preemptions: Since the engine began, as are the tokens.
     """
@@ -50,6 +51,7 @@ class Load:
     num_running: int
     num_waiting: int
     usage: float
+    fragmentation: float
     num_queried_tokens: int
     num_hit_tokens: int
     num_preemptions: int
@@ -118,6 +120,7 @@ class EngineThread:
             num_running=len(running),
             num_waiting=len(requests) - len(running),
             usage=held / (self.engine.max_batch * self.engine.max_len),
+            fragmentation=1 - held / (len(running) * self.engine.max_len) if running else 0.0,
             num_queried_tokens=0 if stats is None else stats.num_queried_tokens,
             num_hit_tokens=0 if stats is None else stats.num_hit_tokens,
             num_preemptions=self._num_preemptions,

@@ -46,7 +46,7 @@ _GAUGES = {
     "kv_cache_usage_perc": ("cache_usage", "Share of the cache in use; 1 is full."),
     "kv_cache_fragmentation_perc": (
         "cache_fragmentation",
-        "Share of the cache's memory that is set aside and holds no token: the unused ends of pages.",
+        "Share of the slots in use that no request has set aside: what lies behind its longest answer.",
     ),
 }
 _TOTALS = {

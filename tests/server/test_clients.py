@@ -145,6 +145,7 @@ def test_response_streams_to_the_same(client):
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 4096
+    assert client.models.retrieve("tiny").capabilities == {"vision": False}
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 

@@ -113,6 +113,8 @@ def test_prefix_is_found_for_the_same_salt_alone(server):
     text = server.client.get("/metrics").text
     (line,) = (line for line in text.splitlines() if line.startswith("maxmoe:prefix_cache_hits_total{"))
     assert float(line.split()[-1]) >= _CHUNK
+    (line,) = (line for line in text.splitlines() if line.startswith("maxmoe:kv_cache_fragmentation_perc{"))
+    assert float(line.split()[-1]) == 0  # nobody runs
 
 
 _LETTER = {
