@@ -121,6 +121,7 @@ async def _metrics(request: Request, service: Service) -> Response:
         waiting=load.num_waiting,
         cache_usage=load.usage,
         cache_fragmentation=load.fragmentation,
+        device_bytes=load.device_bytes,
         prefix_queries=load.num_queried_tokens,
         prefix_hits=load.num_hit_tokens,
         preemptions=load.num_preemptions,

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from absl import logging
 
 from maxmoe.inference.answer import Step
@@ -46,6 +47,7 @@ class Load:
       fragmentation: The share of the slots of running requests that none of them has set aside; 0 without any.
       num_queried_tokens, num_hit_tokens: Of prompts that the prefix cache was asked for, and of those found.
       num_preemptions: Since the engine began, as are the tokens.
+      device_bytes: In use on this process's devices; None where they do not say, as a CPU does not.
     """
 
     num_running: int
@@ -55,6 +57,7 @@ class Load:
     num_queried_tokens: int
     num_hit_tokens: int
     num_preemptions: int
+    device_bytes: int | None
 
 
 class EngineThread:
@@ -124,6 +127,7 @@ class EngineThread:
             num_queried_tokens=0 if stats is None else stats.num_queried_tokens,
             num_hit_tokens=0 if stats is None else stats.num_hit_tokens,
             num_preemptions=self._num_preemptions,
+            device_bytes=_device_bytes(),
         )
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
@@ -272,6 +276,11 @@ class EngineThread:
 
 def _tell_progress(program: Any, num_ready: int, num_programs: int) -> None:
     logging.info("compiling %d of %d: %s", num_ready + 1, num_programs, program)
+
+
+def _device_bytes() -> int | None:
+    told = [device.memory_stats() for device in jax.local_devices()]
+    return sum(stats["bytes_in_use"] for stats in told) if all(told) else None
 
 
 def _ended(request: EngineRequest) -> Ended:

@@ -12,7 +12,14 @@ as a counter that begins anew, which Prometheus knows how to read.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -38,6 +45,7 @@ class _State(NamedTuple):
     prefix_hits: int = 0
     preemptions: int = 0
     cache_fragmentation: float | None = None
+    device_bytes: int | None = None
 
 
 _GAUGES = {
@@ -48,6 +56,7 @@ _GAUGES = {
         "cache_fragmentation",
         "Share of the slots in use that no request has set aside: what lies behind its longest answer.",
     ),
+    "device_memory_used_bytes": ("device_bytes", "Memory in use on this process's devices, all of them together."),
 }
 _TOTALS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens that were looked for in the prefix cache."),
@@ -87,7 +96,8 @@ class Metrics:
       inter_token_latency_seconds: Between two tokens of a request, as they come: its `_count` is the tokens of now.
       admission_rejections (reason), errors (kind), tool_call_parse_failures, budget_hits (tier): What went otherwise.
     From the engine: num_requests_running, num_requests_waiting, kv_cache_usage_perc, kv_cache_fragmentation_perc,
-      prefix_cache_queries, prefix_cache_hits, num_preemptions.
+      device_memory_used_bytes, prefix_cache_queries, prefix_cache_hits, num_preemptions.
+    And process_resident_memory_bytes with its like, of the server's own process, as every Prometheus client has them.
     """
 
     def __init__(self, model_name: str):
@@ -97,6 +107,7 @@ class Metrics:
           model_name: As requests name it; the label of every series.
         """
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # memory, processor time and open files of the server itself
         self._engine = _Engine(model_name)
         self._registry.register(self._engine)
         self._model_name = model_name
@@ -210,6 +221,7 @@ class Metrics:
         prefix_hits: int,
         preemptions: int = 0,
         cache_fragmentation: float | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         """Takes what the engine says of itself.
 
@@ -218,10 +230,10 @@ class Metrics:
           cache_usage, cache_fragmentation: Shares of the cache, 0 to 1; None where the engine does not say.
           prefix_queries, prefix_hits: Tokens, since the engine began.
           preemptions: Requests, since the engine began.
+          device_bytes: In use on the devices; None where they do not say.
         """
-        self._engine.state = _State(
-            running, waiting, cache_usage, prefix_queries, prefix_hits, preemptions, cache_fragmentation
-        )
+        shares = cache_usage, prefix_queries, prefix_hits, preemptions, cache_fragmentation
+        self._engine.state = _State(running, waiting, *shares, device_bytes)
 
     def render(self) -> tuple[bytes, str]:
         """What Prometheus reads, and its content type."""
