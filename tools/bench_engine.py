@@ -34,22 +34,6 @@ from maxmoe.inference.drafting import NgramDrafter
 from tools import workload
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("config", "configs/tiny.py", "Model configuration to measure.")
-flags.DEFINE_multi_string("rate", ["4", "16", "inf"], "Requests per second; inf for all at once.")
-flags.DEFINE_multi_string("mix", ["32:32", "8-200:4-60"], "PROMPT:ANSWER tokens; A-B for any number between them.")
-flags.DEFINE_integer("requests", 24, "Per cell of the table and repeat.", lower_bound=2)
-flags.DEFINE_integer("repeats", 3, "Repeats that the median is taken over.", lower_bound=1)
-flags.DEFINE_multi_integer("max_batch", [8], "Slots; several to compare them in one table.", lower_bound=1)
-flags.DEFINE_integer("prefill_chunk", 64, "In tokens.", lower_bound=1)
-flags.DEFINE_integer("prefix_cache_mib", 0, "Size of the prefix cache; 0 for none.", lower_bound=0)
-flags.DEFINE_integer("shared_tokens", 0, "That all prompts begin with, in addition to their own.", lower_bound=0)
-flags.DEFINE_integer("num_draft_tokens", 0, "Of drafts by n-grams; 0 for none.", lower_bound=0)
-flags.DEFINE_string("workload", None, "File of requests to take instead of random ones.")
-flags.DEFINE_string("save_workload", None, "File to write the first cell's requests to, measuring nothing.")
-flags.DEFINE_string("url", None, "Server to measure instead of an engine; its key stands in OPENAI_API_KEY.")
-flags.DEFINE_string("model", "maxmoe", "Name of the server's model.")
-flags.DEFINE_string("out", None, "Folder for results.json and plot.png.")
-
 _STEPS = 60  # per repeat of the comparison with a step's programs alone
 
 _COLUMNS = {
@@ -61,6 +45,24 @@ _COLUMNS = {
     "cached": ("cached", 1, ".0%"),
     "host": ("host_share", 1, ".1%"),
 }
+
+
+def _define_flags():
+    flags.DEFINE_string("config", "configs/tiny.py", "Model configuration to measure.")
+    flags.DEFINE_multi_string("rate", ["4", "16", "inf"], "Requests per second; inf for all at once.")
+    flags.DEFINE_multi_string("mix", ["32:32", "8-200:4-60"], "PROMPT:ANSWER tokens; A-B for any number between them.")
+    flags.DEFINE_integer("requests", 24, "Per cell of the table and repeat.", lower_bound=2)
+    flags.DEFINE_integer("repeats", 3, "Repeats that the median is taken over.", lower_bound=1)
+    flags.DEFINE_multi_integer("max_batch", [8], "Slots; several to compare them in one table.", lower_bound=1)
+    flags.DEFINE_integer("prefill_chunk", 64, "In tokens.", lower_bound=1)
+    flags.DEFINE_integer("prefix_cache_mib", 0, "Size of the prefix cache; 0 for none.", lower_bound=0)
+    flags.DEFINE_integer("shared_tokens", 0, "That all prompts begin with, in addition to their own.", lower_bound=0)
+    flags.DEFINE_integer("num_draft_tokens", 0, "Of drafts by n-grams; 0 for none.", lower_bound=0)
+    flags.DEFINE_string("workload", None, "File of requests to take instead of random ones.")
+    flags.DEFINE_string("save_workload", None, "File to write the first cell's requests to, measuring nothing.")
+    flags.DEFINE_string("url", None, "Server to measure instead of an engine; its key stands in OPENAI_API_KEY.")
+    flags.DEFINE_string("model", "maxmoe", "Name of the server's model.")
+    flags.DEFINE_string("out", None, "Folder for results.json and plot.png.")
 
 
 def main(argv):
@@ -190,4 +192,5 @@ def _write(folder, rows):
 
 
 if __name__ == "__main__":
+    _define_flags()
     app.run(main)

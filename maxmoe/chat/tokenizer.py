@@ -241,7 +241,12 @@ class StreamDecoder:
 
         ValueError for an id outside the vocabulary; the stream is then as it was before the call.
         """
-        return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        text = self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        held, _ = self._utf8.getstate()
+        if held[:1] == b"\xed" and held[1:] >= b"\xa0":  # half of a surrogate, for whose end Python waits in vain
+            self._utf8.reset()
+            text += "\ufffd" * len(held)
+        return text
 
     def finish(self) -> str:
         """Ends the stream: U+FFFD if it stopped inside a character, else "". The next `feed` starts anew."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maxmoe.chat import tokenizer as tokenizer_lib
@@ -286,6 +286,8 @@ def _groups(ids, cuts):
     return [ids[a:b] for a, b in zip([0, *ends], [*ends, len(ids)], strict=True)]
 
 
+@example(b"\xed\xa0", [])  # surrogates have no UTF-8 form
+@example(b"\xed\xbf\xbfa\xed\x9f\xbf", [1, 2, 3, 5, 6])
 @given(_BYTES, st.lists(st.integers(0, 40), max_size=12))
 @settings(max_examples=400, deadline=None)
 def test_stream_decoder_equals_decode_and_holds_back_only_a_beginning(data, cuts):
