@@ -48,6 +48,7 @@ class PrefixStats:
       num_bytes: Held on the device now; num_states: snapshots of KDA and conv state among it.
       num_host_bytes, num_host_states: The same in the host's memory.
       num_evictions: Snapshots that have left the device, for the host or for good.
+      num_returns: Snapshots that have come back from the host.
     """
 
     num_queried_tokens: int = 0
@@ -58,6 +59,7 @@ class PrefixStats:
     num_host_bytes: int = 0
     num_host_states: int = 0
     num_evictions: int = 0
+    num_returns: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -144,11 +146,13 @@ class PrefixCache:
         self.stats.num_hit_tokens += found
         if best in self._host_states:
             self.stats.num_host_hit_tokens += found
-            self._host_states.move_to_end(best)
-        else:
-            self._states.move_to_end(best)
+            self._bring_back(best)
+        self._bring_back_rows(best)
+        self._states.move_to_end(best)
         blocks = [node.rows for node in best.path()]
-        return Match(found, tuple(reversed(blocks)), best.state)
+        match = Match(found, tuple(reversed(blocks)), best.state)
+        self._shrink()
+        return match
 
     def insert(self, salt: str, prefix: Int[np.ndarray, "T"], cache: Cache, slot: int) -> None:
         """Keeps the state of a slot that holds exactly `prefix`: at a multiple of the block, or at a prompt's end.
@@ -183,15 +187,15 @@ class PrefixCache:
     def restore(self, match: Match, cache: Cache, slot: int) -> Cache:
         """The batch with a matched prefix in one slot; `cache` is used up."""
         for number, rows in enumerate(match.blocks):
-            cache = _write_rows(cache, _on_device(rows), np.int32(slot), np.int32(number * self.block))
-        return _write_state(cache, _on_device(match.state), np.int32(slot), np.int32(match.num_tokens))
+            cache = _write_rows(cache, rows, np.int32(slot), np.int32(number * self.block))
+        return _write_state(cache, match.state, np.int32(slot), np.int32(match.num_tokens))
 
     def clear(self) -> None:
         """Lets everything go, and counts from zero."""
-        while self._states:
-            self._evict(self._states.popitem(last=False)[0], to_host=False)
         while self._host_states:
             self._drop(next(iter(self._host_states)))
+        while self._states:
+            self._evict(self._states.popitem(last=False)[0], to_host=False)
         self.stats = PrefixStats()
 
     def _shrink(self) -> None:
@@ -224,6 +228,25 @@ class PrefixCache:
                 above.rows = _OnHost(above.rows)
                 self.stats.num_host_bytes += above.rows.num_bytes
 
+    def _bring_back(self, node: _Node) -> None:
+        """Lays a state in the host's memory on the device again."""
+        state = node.state.bring_back()
+        self._let_go_of_host_state(node)
+        node.state, self._states[node] = state, None
+        self.stats.num_bytes += _num_bytes(state)
+        self.stats.num_states += 1
+        self.stats.num_returns += 1
+        for above in node.path():
+            above.num_on_device += 1
+
+    def _bring_back_rows(self, node: _Node) -> None:
+        """Lays the rows that a state goes with on the device again, where they have left it."""
+        for above in node.path():
+            if isinstance(above.rows, _OnHost):
+                self.stats.num_host_bytes -= above.rows.num_bytes
+                above.rows = above.rows.bring_back()
+                self.stats.num_bytes += _num_bytes(above.rows)
+
     def _drop(self, node: _Node) -> None:
         """Lets a state in the host's memory go, and the rows that no state needs any more."""
         self._let_go_of_host_state(node)
@@ -247,10 +270,6 @@ class PrefixCache:
             node = node.parent
         if node.parent is None and not node.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
-
-
-def _on_device(arrays: tuple | _OnHost) -> tuple:
-    return arrays.bring_back() if isinstance(arrays, _OnHost) else arrays
 
 
 def _num_bytes(arrays) -> int:

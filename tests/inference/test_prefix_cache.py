@@ -103,3 +103,21 @@ def test_insert_keeps_nothing_behind_a_gap_or_beyond_the_cache():
     prefixes.insert("", PROMPT[:16], cache, 0)
     prefixes.insert("", PROMPT[:18], cache, 0)  # its block would end at 24
     assert prefixes.stats.num_states == 2
+
+
+def test_rows_come_back_for_a_state_that_was_read_anew_below_them():
+    """The state at 8 and its rows are in the host's memory when the state at 16 is kept; then both are found."""
+    cache, prefixes = _cache(), PrefixCache(BLOCK, 2**30, 2**30)
+    prefixes.insert("", PROMPT[:8], cache, 1)
+    prefixes.max_bytes = 0
+    prefixes._shrink()
+    assert prefixes.stats.num_states == 0 and prefixes.stats.num_host_states == 1
+    prefixes.max_bytes = 2**30
+    prefixes.insert("", PROMPT[:16], cache, 1)
+    for prompt, num_tokens, num_returns in ((PROMPT, 16, 0), (PROMPT[:9], 8, 1)):
+        match = prefixes.match("", prompt)
+        assert match.num_tokens == num_tokens and prefixes.stats.num_returns == num_returns
+        restored = prefixes.restore(match, _cache(), 2)
+        for got, want in zip(_kept(restored, 2, num_tokens), _kept(cache, 1, num_tokens), strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert prefixes.stats.num_host_bytes == 0

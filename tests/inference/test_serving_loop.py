@@ -389,6 +389,9 @@ def test_prefixes_come_back_from_the_hosts_memory_bit_for_bit_and_compile_nothin
     )
     warm = _answer(LONG, engine=engine)
     assert warm.num_cached == stats.num_host_hit_tokens == 64 and warm.steps == cold.steps and compiled == []
+    assert stats.num_returns == 1 and stats.num_states > 0
+    again = _answer(LONG, engine=engine)  # from the device by now
+    assert again.num_cached == 64 == stats.num_host_hit_tokens and again.steps == cold.steps
     prefixes.max_host_bytes = held // 2
     prefixes._shrink()
     assert 0 < stats.num_host_bytes <= held // 2
