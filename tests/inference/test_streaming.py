@@ -69,9 +69,17 @@ def _content(completions):
 def _assert_same(got, wanted):
     got, wanted = _content(got), _content(wanted)
     if jax.__version_info__ < (0, 12):
-        for ours, theirs in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
-        got = [dataclasses.replace(ours, logprobs=theirs.logprobs) for ours, theirs in zip(got, wanted, strict=True)]
+        _assert_close(got, wanted)
+    else:
+        assert got == wanted
+
+
+def _assert_close(got, wanted):
+    got, wanted = _content(got), _content(wanted)
+    for ours, theirs in zip(got, wanted, strict=True):
+        # float32 sums in another order; logits of size 3.
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+    got = [dataclasses.replace(ours, logprobs=theirs.logprobs) for ours, theirs in zip(got, wanted, strict=True)]
     assert got == wanted
 
 
@@ -92,12 +100,15 @@ def test_streaming_gives_the_resident_answers_bit_for_bit(name, expert_cache_byt
 
 
 @pytest.mark.parametrize("prompts", [(SHORT, LONG), (LONG, SHORT, [9] * 20)], ids=["2", "3 of 4"])
-def test_streaming_batches_give_the_resident_answers_bit_for_bit(prompts):
-    """Rows end at different steps, and three prompts leave a row of the batch without one."""
+def test_streaming_batches_give_the_resident_answers(prompts):
+    """Rows end at different steps, and three prompts leave a row of the batch without one.
+
+    One engine reads all rows at once and the other row by row, which may round differently.
+    """
     every = [dataclasses.replace(GREEDY, max_tokens=3), SAMPLED, GREEDY][: len(prompts)]
     wanted = _load("short")[2].generate(prompts, every)
     engine, _ = _stream_engine(expert_cache_bytes=SMALL)
-    _assert_same(engine.generate(prompts, every), wanted)
+    _assert_close(engine.generate(prompts, every), wanted)
 
 
 def test_streaming_in_bfloat16_gives_the_resident_answers_bit_for_bit():
