@@ -8,6 +8,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Completion": "maxmoe.inference.answer",
     "Engine": "maxmoe.inference.engine",
+    "Grammars": "maxmoe.inference.grammar",
+    "ModelDrafter": "maxmoe.inference.model_drafter",
+    "NgramDrafter": "maxmoe.inference.drafting",
     "Request": "maxmoe.inference.request",
     "SamplingParams": "maxmoe.inference.sampling_params",
     "Session": "maxmoe.checkpoint.session",

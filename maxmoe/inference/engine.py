@@ -128,11 +128,11 @@ class Engine:
                 f"Engine: prefix_cache_bytes={prefix_cache_bytes} must be at least 0; above 0, "
                 f"prefill_chunk={prefill_chunk} must be a multiple of {GROUP_ROWS}"
             )
-        sizes = mesh.shape.get("seq", 1) if mesh is not None else 1
-        if num_draft_tokens < 1 or (drafter is not None and (num_draft_tokens + 1) % sizes):
+        seq = mesh.shape.get("seq", 1) if mesh is not None else 1
+        if num_draft_tokens < 1 or (drafter is not None and (num_draft_tokens + 1) % seq):
             raise ValueError(
                 f"Engine: num_draft_tokens={num_draft_tokens} must be at least 1, and one more than it a multiple of "
-                f"the mesh's seq={sizes}"
+                f"the mesh's seq={seq}"
             )
         self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
         self.max_waiting, self.max_running_tokens = max_waiting, max_running_tokens
@@ -164,12 +164,16 @@ class Engine:
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline={deadline}: must be a positive number of seconds from now, or None for never")
-        request = self._request(0, prompt, params, priority, deadline, cache_salt)
+        request = self._request(0, prompt, params, priority=priority, cache_salt=cache_salt)
+        if deadline is not None:
+            request.expires_at_s = request.submitted_s + deadline
         self._serving.submit(request)
         return request
 
     def step(self) -> list[tuple[Request, Step]]:
-        """One iteration over what is submitted. Returns each request that has a new token, with that token.
+        """One iteration over what is submitted. Returns the new tokens, each with its request.
+
+        With drafts a request may have several, in their order.
 
         Requests that end without one, because they expired or failed, show it in their `status`. An iteration may
         have no token for anybody, because prompts are still read.
@@ -232,8 +236,8 @@ class Engine:
         Raises:
           ValueError: An empty prompt, an id outside the vocabulary, or a prompt that leaves no room for max_tokens;
             before anything runs.
-          AnswerError: Logits without a distribution; names each such prompt and the position, and holds the
-            answers to the others.
+          AnswerError: Logits without a distribution, or a grammar that cannot be followed; names each such prompt and
+            the position, and holds the answers to the others.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
@@ -284,15 +288,7 @@ class Engine:
             cache = grow_cache(cache, _at_least(self.cache_lens, need))
         return self._run(request, cache, None if len(new_ids) else session.logits)
 
-    def _request(
-        self,
-        row: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-    ) -> Request:
+    def _request(self, row: int, prompt: Sequence[int], params: SamplingParams, **queueing: Any) -> Request:
         ids, now_s = check_request(prompt, params, self.model.config, self.max_len, row), time.perf_counter()
         if params.stop and self.detokenizer is None:
             raise ValueError(f"prompt {row}: stop={params.stop} needs text: make the engine with a detokenizer")
@@ -313,10 +309,8 @@ class Engine:
             seed=fresh_seed() if params.seed is None else int(params.seed),
             stop_ids=frozenset((self.model.config.eos_id, *params.stop_ids)),
             num_tokens=ids.size + params.max_tokens,
-            priority=priority,
-            expires_at_s=None if deadline is None else now_s + deadline,
             submitted_s=now_s,
-            cache_salt=cache_salt,
+            **queueing,
         )
 
     def _run(self, request: Request, *state) -> Run:

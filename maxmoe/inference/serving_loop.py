@@ -151,7 +151,7 @@ class ServingLoop:
         self._vacate(request)
 
     def step(self) -> list[tuple[Request, Step]]:
-        """One iteration. Returns the new token of each row that has one; its last one carries the finish reason."""
+        """One iteration. Returns new tokens, each with its request; the last of an answer carries the finish reason."""
         if self._awaited:  # an interrupt came before the host had them
             return self._collect()
         for request in self.scheduler.expired(time.perf_counter()):

@@ -26,7 +26,13 @@ import uvicorn
 from absl import app, flags
 
 from maxmoe import conversation, model_flags
+from maxmoe.chat.tokenizer import load_tokenizer
+from maxmoe.checkpoint import object_storage
 from maxmoe.command_line import flags_parser
+from maxmoe.config import load_config
+from maxmoe.inference.compilation_cache import enable_compilation_cache
+from maxmoe.inference.engine import Engine
+from maxmoe.inference.grammar import Grammars
 from maxmoe.server import request_log
 from maxmoe.server.app import make_app
 from maxmoe.server.connections import PunctualProtocol
@@ -131,12 +137,6 @@ def _tell(text: str) -> None:
 
 def _make_service(folder: str | Path) -> Service:
     """Loads the checkpoint."""
-    from maxmoe.chat.tokenizer import load_tokenizer  # brings jax, so that --help answers at once
-    from maxmoe.checkpoint import object_storage
-    from maxmoe.config import load_config
-    from maxmoe.inference.compilation_cache import enable_compilation_cache
-    from maxmoe.inference.engine import Engine
-
     values = flags.FLAGS
     files = object_storage.local_files(folder)
     config = load_config(files)
@@ -185,8 +185,6 @@ def _grammars(tokenizer: Any, eos_id: int) -> Any:
     if importlib.util.find_spec("llguidance") is None:
         _tell("llguidance is not installed, so schemas of answers and tools are told to the model and not enforced")
         return None
-    from maxmoe.inference.grammar import Grammars
-
     return Grammars(tokenizer, eos_id)
 
 

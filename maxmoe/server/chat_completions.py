@@ -91,7 +91,7 @@ def chat_ask(endpoint: str, fields: ResumeFields, prompt: dict[str, Any], body: 
         fields=fields,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         num_bytes=body.num_bytes,
-        strict_history=None if fields.history is None else fields.history == "strict",
+        history=fields.history,
         stops=fields.stops,
         keeps_steps=bool(fields.logprobs),
         top_logprobs=checked_top_logprobs(fields.logprobs, fields.top_logprobs),

@@ -109,7 +109,7 @@ async def messages(request: Request, service: Service) -> Response:
         fields=fields,
         max_tokens=fields.max_tokens,
         num_bytes=body.num_bytes,
-        strict_history=None if fields.history is None else fields.history == "strict",
+        history=fields.history,
         stops=tuple(fields.stop_sequences or ()),
         max_calls=1 if choice is not None and choice.disable_parallel_tool_use else None,
         thinking_token_budget=None if thinking is None else thinking.budget_tokens,
@@ -129,7 +129,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
         paths=paths,
         fields=SamplingFields(),
         max_tokens=None,
-        strict_history=False,
+        history="lenient",
     )
     counted = await beside_loop(body.num_bytes, encode, service, ask)
     return JsonResponse({"input_tokens": len(counted.ids)})

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from maxmoe import chat
 from maxmoe.inference.sampling_params import MAX_SEED, SamplingParams
@@ -35,7 +35,7 @@ class Ask:
       paths: Where each message stands in what the client sent; None for messages[i].
       past_ids: What the conversation begins with, exactly; `request` then has these messages, too.
       num_past: So many of its messages.
-      strict_history: None for what the server does by default.
+      history: "strict" or "lenient"; None for what the server does by default.
       max_calls: After so many tool calls the answer is over.
       thinking_token_budget: None for no limit.
     """
@@ -48,7 +48,7 @@ class Ask:
     paths: Sequence[str] | None = None
     past_ids: Sequence[int] | None = None
     num_past: int = 0
-    strict_history: bool | None = None
+    history: Literal["strict", "lenient"] | None = None
     stops: tuple[str, ...] = ()
     keeps_steps: bool = False
     top_logprobs: int = 0
@@ -77,7 +77,7 @@ def encode(service: Service, ask: Ask) -> chat.Prompt:
     """The prompt of a conversation. Raises: ApiError."""
     _check_images(ask.request)
     _check_tool_names(ask.request)
-    strict = service.options.strict_history if ask.strict_history is None else ask.strict_history
+    strict = service.options.strict_history if ask.history is None else ask.history == "strict"
     longest = service.max_len - 1 if ask.past_ids is None else None
     try:
         prompt = chat.prepare(ask.request, service.tokenizer, strict=strict, max_len=longest)

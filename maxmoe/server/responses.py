@@ -27,7 +27,7 @@ async def responses(request: Request, service: Service) -> Response:
         fields=fields,
         max_tokens=fields.max_output_tokens,
         num_bytes=body.num_bytes,
-        strict_history=None if fields.history is None else fields.history == "strict",
+        history=fields.history,
         max_calls=1 if fields.parallel_tool_calls is False else None,
         thinking_token_budget=fields.thinking_token_budget,
     )

@@ -47,4 +47,4 @@ async def detokenize(request: Request, service: Service) -> Response:
 def chat_of(body: dict[str, Any]) -> Ask:
     """The conversation of a body, to be encoded and not answered."""
     prompt = {key: body[key] for key in _KEYS if key in body}
-    return Ask(endpoint="/tokenize", request=prompt, fields=SamplingFields(), max_tokens=None, strict_history=False)
+    return Ask(endpoint="/tokenize", request=prompt, fields=SamplingFields(), max_tokens=None, history="lenient")
